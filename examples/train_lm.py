@@ -1,0 +1,201 @@
+"""Train a byte-level transformer on real text with REKLS, AdamW or Muon, and see the difference.
+
+python examples/train_lm.py                      # REKLS on the Python standard library's own source files
+python examples/train_lm.py --compare            # REKLS and AdamW after one another, both curves in one picture
+python examples/train_lm.py --text my_notes/     # your text
+"""
+
+import argparse
+import csv
+import dataclasses
+import functools
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import language_model as lm
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from tqdm import tqdm
+
+from rekls_jax import REFERENCE, rekls
+
+# b1 = 0.9 and b2 = 0.95 for all: the defaults of `rekls`.
+OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] = {
+    "rekls": lambda lr: rekls(lr),
+    "reference": lambda lr: rekls(lr, numerics=REFERENCE),
+    "adamw": lambda lr: optax.adamw(lr, b1=0.9, b2=0.95, weight_decay=0.01),
+    "muon": lambda lr: optax.contrib.muon(lr, adam_b1=0.9, adam_b2=0.95, weight_decay=0.01),
+}
+# The best of half-decades at the default size.
+LEARNING_RATES = {"rekls": 1e-2, "reference": 3e-3, "adamw": 1e-2, "muon": 3e-2}
+PROMPT = b"import "
+
+
+@dataclasses.dataclass
+class Run:
+    """One training: what it measured, and the parameters it ended with."""
+
+    optimizer: str
+    learning_rate: float
+    params: Any = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    milliseconds: list[float] = dataclasses.field(default_factory=list)
+    validation: dict[int, float] = dataclasses.field(default_factory=dict)  # steps taken -> loss
+
+
+class Interrupt:
+    """Ctrl-C asks for an end after the running step; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: Interrupt) -> Run:
+    run = Run(name, LEARNING_RATES[name] if options.lr is None else options.lr)
+    model = lm.Transformer(options.width, options.layers, options.heads, options.context)
+    training, validation = lm.split(text, options.context)
+    rng = np.random.default_rng(options.seed)
+    held_out = lm.batch(validation, 8 * options.batch_size, options.context, np.random.default_rng(0))
+    warm_up = max(1, options.steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, run.learning_rate, warm_up, max(options.steps, warm_up + 1))
+    params = model.init(jax.random.key(options.seed), held_out[:1, :-1])
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZERS[name](schedule))
+
+    loss_of = functools.partial(lm.loss, model)
+    evaluate = jax.jit(loss_of)
+
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(state.params, tokens)
+        return state.apply_gradients(grads=gradients), loss
+
+    def draw() -> np.ndarray:
+        return lm.batch(training, options.batch_size, options.context, rng)
+
+    # Compiled ahead, so that no step's time is the compiler's.
+    first = draw()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, first).compile()
+    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
+    with tqdm(total=options.steps, desc=f"{name:>9}", bar_format=form, file=sys.stderr) as bar:
+        for i in range(options.steps):
+            start = time.perf_counter()
+            state, loss = compiled(state, draw() if i else first)
+            run.losses.append(float(loss))
+            run.milliseconds.append(1e3 * (time.perf_counter() - start))
+            last = i + 1 == options.steps or interrupt.asked
+            if last or (i + 1) % max(1, options.steps // 10) == 0:
+                run.validation[i + 1] = float(evaluate(state.params, held_out))
+            recent = statistics.median(run.milliseconds[-20:])
+            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, {recent:.0f} ms/step", refresh=False)
+            bar.update()
+            if last:
+                break
+    run.params = state.params
+    return run
+
+
+def write_metrics(runs: list[Run], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["optimizer", "learning_rate", "step", "loss", "validation_loss", "milliseconds"])
+        for run in runs:
+            for i, (loss, milliseconds) in enumerate(zip(run.losses, run.milliseconds, strict=True), start=1):
+                rows.writerow([run.optimizer, run.learning_rate, i, loss, run.validation.get(i, ""), round(milliseconds, 3)])
+
+
+def write_curve(runs: list[Run], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for run in runs:
+        (line,) = axes.plot(range(1, len(run.losses) + 1), run.losses, alpha=0.35, linewidth=0.8)
+        label = f"{run.optimizer}, learning rate {run.learning_rate:g}: {final(run):.3f}"
+        axes.plot(*zip(*run.validation.items(), strict=True), color=line.get_color(), marker="o", markersize=4, label=label)
+    axes.set(
+        xlabel="step", ylabel="loss, nats per byte", title="Byte-level transformer: training (thin) and validation loss"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(title="final validation loss")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def final(run: Run) -> float:
+    return list(run.validation.values())[-1]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--text", type=Path, help="a file or a folder of text; default: the Python standard library's source"
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rekls")
+    parser.add_argument("--compare", action="store_true", help="train with rekls, then with adamw")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, help=f"peak learning rate; default by optimizer: {LEARNING_RATES}")
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128, help="bytes the model sees at once")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/train_lm"), help="folder for metrics.csv, loss.png, sample.txt"
+    )
+    options = parser.parse_args(arguments)
+    for name in ("steps", "width", "layers", "heads", "context", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.width % options.heads:
+        raise ValueError(f"--width must be divisible by --heads, got {options.width} and {options.heads}")
+    if options.lr is not None and not 0 < options.lr < float("inf"):
+        raise ValueError(f"--lr must be a number above 0, got {options.lr}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    text = lm.read_text(options.text)
+    lm.split(text, options.context)
+    options.out.mkdir(parents=True, exist_ok=True)
+    source = options.text or f"the standard library in {lm.standard_library()}"
+    print(f"{len(text):,} bytes of text from {source}")
+    interrupt, runs = Interrupt(), []
+    for name in ("rekls", "adamw") if options.compare else (options.optimizer,):
+        runs.append(train(name, options, text, interrupt))
+        if interrupt.asked:
+            break
+    write_metrics(runs, options.out / "metrics.csv")
+    write_curve(runs, options.out / "loss.png")
+    model = lm.Transformer(options.width, options.layers, options.heads, options.context)
+    written = lm.sample(model, runs[0].params, PROMPT, 400, options.seed)
+    (options.out / "sample.txt").write_text(written)
+    print(f"\nWritten by the model that {runs[0].optimizer} trained:\n\n{written}\n")
+    for run in runs:
+        print(
+            f"{run.optimizer}, learning rate {run.learning_rate:g}: validation loss {final(run):.3f} nats per byte after "
+            f"{len(run.losses)} steps, {statistics.median(run.milliseconds):.0f} ms per step"
+        )
+    print(f"metrics.csv, loss.png and sample.txt are in {options.out}")
+    return 130 if interrupt.asked else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_lm: {error}")

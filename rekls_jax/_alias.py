@@ -1,0 +1,169 @@
+"""`rekls`: the whole optimizer, ready for a training loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from rekls_jax import _checks
+from rekls_jax._dtype import in_state_dtype
+from rekls_jax._transform import scale_by_rekls
+from rekls_jax._types import Numerics
+
+Mask = Any | Callable[[optax.Params], Any] | None
+
+
+def rekls(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float | jax.Array = 0.9,
+    b2: float | jax.Array = 0.95,
+    shampoo_beta: float | jax.Array = 0.95,
+    eps: float | jax.Array = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.01,
+    mask: Mask = None,
+    *,
+    weight_decay_method: str = "decoupled",
+    inner: str = "adam",
+    numerics: Numerics = Numerics(),
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    fallback: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""REKLS: SOAP with Kullback-Leibler factors and an eigendecomposition on every step.
+
+    For each matrix G (m, n), at step t = 1, 2, …, with :math:`\beta_t = 1 - (1-\beta_s)/(1-\beta_s^t)`:
+
+    .. math::
+      L &\leftarrow \beta_t L + \tfrac{1-\beta_t}{n}\, G Q_R \mathrm{diag}(1/\lambda_R) Q_R^T G^T \\
+      R &\leftarrow \beta_t R + \tfrac{1-\beta_t}{m}\, G^T Q_L \mathrm{diag}(1/\lambda_L) Q_L^T G \\
+      (\lambda_L, Q_L), (\lambda_R, Q_R) &\leftarrow \mathrm{eigh}(L), \mathrm{eigh}(R) \\
+      U' &= \mathrm{Adam}(Q_L^T G Q_R) ,\qquad U = Q_L U' Q_R^T
+
+    Factors: arXiv:2509.03378. Adam in their eigenbases: SOAP, arXiv:2409.11321. A 2-D leaf with at least one entry is a
+    matrix; every other leaf goes to `fallback`. State of one matrix (see `ReklsState`): 2mn + 2m² + 2n² + m + n numbers,
+    float32, or float64 for a float64 parameter. Updates have the gradient's dtype.
+
+    The state is not protected from a gradient that is NaN or infinite: it turns NaN and stays so, as Adam's does. Put
+    `optax.apply_if_finite` around the optimizer to skip such steps.
+
+    Args:
+      learning_rate: a number or an optax schedule. The matrices' updates have an RMS of about 0.2 to 0.7, AdamW's about
+        as much: start from AdamW's learning rate times 3.
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      shampoo_beta: decay of the Kronecker factors, in [0, 1); corrected for its bias towards the first steps.
+      eps: added to the denominator, and the least eigenvalue that is inverted. `fallback` adds it too.
+      weight_decay: a number or an optax schedule.
+      mask: a tree of bools like the params, or a prefix of it, or a callable that makes one from the params: which
+        leaves decay. Default: all.
+      weight_decay_method: of parameter p at learning rate lr with weight decay wd: "decoupled" subtracts lr·wd·p (AdamW),
+        "independent" wd·p, "palm" lr²·wd·p; "l2" adds wd·p to the gradient before everything, the factors included.
+      inner: "adam", or "laprop" (arXiv:2002.04839), which normalises the gradient before it is averaged.
+      numerics: how the step is kept well-posed; `REFERENCE` reproduces the PyTorch reference.
+      mu_dtype: dtype of the stored first moment. Default: that of the rest of the state.
+      fallback: a whole optimizer, with its own learning rate, for the leaves that are no matrices. Default: Adam with the
+        same b1, b2, eps, mu_dtype, learning rate and weight decay.
+
+    Returns:
+      An optimizer for `optax.chain`, `optax.apply_updates` and the rest of optax.
+
+    Raises:
+      ValueError: an argument out of range; at `update`, no params where decay needs them, or gradients whose structure or
+        shapes are not the params'.
+      TypeError: an argument of the wrong kind; at `init`, a leaf that is not real floating-point (by its path).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from rekls_jax import rekls
+      >>> target = jnp.arange(6.0).reshape(3, 2)
+      >>> loss = lambda p: jnp.sum((p["w"] - target) ** 2) + jnp.sum(p["b"] ** 2)
+      >>> params = {"w": jnp.zeros((3, 2)), "b": jnp.ones(2)}
+      >>> tx = rekls(optax.cosine_decay_schedule(0.3, 200), weight_decay=0.0)
+      >>> state = tx.init(params)
+      >>> @jax.jit
+      ... def step(params, state):
+      ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> for _ in range(200):
+      ...     params, state = step(params, state)
+      >>> bool(loss(params) < 1e-3)
+      True
+    """
+    _checks.one_of("weight_decay_method", weight_decay_method, _WEIGHT_DECAY)
+    if not callable(weight_decay):
+        _checks.non_negative("weight_decay", weight_decay)
+    if fallback is not None:
+        _checks.instance_of("fallback", fallback, optax.GradientTransformation)
+    finish = _WEIGHT_DECAY[weight_decay_method]
+    directions = {
+        "rekls": scale_by_rekls(b1, b2, shampoo_beta, eps, inner=inner, numerics=numerics, mu_dtype=mu_dtype),
+        "fallback": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
+    }
+    optimizers: dict[str, optax.GradientTransformation] = {
+        label: in_state_dtype(finish(direction, learning_rate, weight_decay, mask))
+        for label, direction in directions.items()
+    }
+    if fallback is not None:
+        optimizers["fallback"] = fallback
+    routed = optax.partition(optimizers, _labels)
+    decays = callable(weight_decay) or not _is_zero(weight_decay)
+
+    def init(params: optax.Params) -> optax.OptState:
+        _checks.floating_leaves(params)
+        return routed.init(params)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if params is not None:
+            _checks.same_shapes(updates, params)
+        elif decays:
+            raise ValueError(
+                "`update` needs `params` for weight decay, got None: call `tx.update(gradients, state, params)`, or pass "
+                "`weight_decay=0.0`."
+            )
+        return routed.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _labels(params: optax.Params) -> Any:
+    return jax.tree.map(lambda leaf: "rekls" if _checks.is_matrix(leaf) else "fallback", params)
+
+
+def _is_zero(number: Any) -> bool:
+    return isinstance(number, (int, float)) and number == 0
+
+
+# How a direction, a learning rate and a weight decay make an optimizer.
+
+
+def _decoupled(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
+    return optax.chain(direction, _decay(weight_decay, mask), optax.scale_by_learning_rate(lr))
+
+
+def _independent(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
+    return optax.chain(direction, optax.scale_by_learning_rate(lr), _decay(_product(-1.0, weight_decay), mask))
+
+
+def _palm(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
+    return _decoupled(direction, lr, _product(lr, weight_decay), mask)
+
+
+def _l2(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
+    return optax.chain(_decay(weight_decay, mask), direction, optax.scale_by_learning_rate(lr))
+
+
+_WEIGHT_DECAY = {"decoupled": _decoupled, "independent": _independent, "palm": _palm, "l2": _l2}
+
+
+def _decay(weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
+    # optax asks for params even where the decay is 0.
+    return optax.identity() if _is_zero(weight_decay) else optax.add_decayed_weights(weight_decay, mask)
+
+
+def _product(a: Any, b: Any) -> Any:
+    """Of two numbers or schedules."""
+    if callable(a) or callable(b):
+        return lambda count: (a(count) if callable(a) else a) * (b(count) if callable(b) else b)
+    return a * b

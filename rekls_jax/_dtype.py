@@ -1,0 +1,36 @@
+"""The one dtype policy: compute and keep state in float32, or float64 for float64 parameters; hand updates back in
+the gradient's dtype. `eigh` has no 16-bit kernels, and averages kept in 16 bits stall."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def state_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype that a leaf of this dtype is computed in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def in_state_dtype(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx` seeing params and gradients in the params' `state_dtype`, its updates cast back to the gradients' dtype."""
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return tx.init(jax.tree.map(_widen, params))
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        like = updates if params is None else params
+        wide = jax.tree.map(lambda G, p: G.astype(state_dtype(p.dtype)), updates, like)
+        wide, state = tx.update(wide, state, jax.tree.map(_widen, params), **extra_args)
+        return jax.tree.map(lambda U, G: U.astype(G.dtype), wide, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widen(leaf: Any) -> Any:
+    dtype = state_dtype(leaf.dtype)
+    return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)

@@ -1,0 +1,43 @@
+"""The Kullback-Leibler factor update of one matrix G (m, n). Source: arXiv:2509.03378.
+
+    beta_t = 1 - (1 - beta) / (1 - beta^t)                                   beta_1 = 0
+    L <- beta_t L + (1 - beta_t)/n  G   Q_R diag(1/eig_R) Q_R^T G^T
+    R <- beta_t R + (1 - beta_t)/m  G^T Q_L diag(1/eig_L) Q_L^T G
+
+Both lines use the bases and eigenvalues of the step before.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from rekls_jax._types import Eigen, Numerics
+
+
+def bias_corrected_beta(shampoo_beta: float | jax.Array, t: jax.Array) -> jax.Array:
+    """Weight of the old factor at step `t` = 1, 2, …: the plain mean at first, `shampoo_beta` in the long run."""
+    return 1 - (1 - shampoo_beta) / (1 - shampoo_beta**t)
+
+
+def inverse_eigenvalues(values: jax.Array, G: jax.Array, eps: float | jax.Array, numerics: Numerics) -> jax.Array:
+    """`1/eig` of a factor `(m,)`, floored; eigenvalues that hold nothing yet are taken as the gradient's RMS."""
+    dtype = jnp.finfo(values.dtype)
+    if numerics.initial_eigenvalue is None:
+        # Not only at step 1: a matrix without gradients for hundreds of steps (an idle expert) has factors near zero,
+        # whose inverse would make the next gradient dominate for as long again.
+        rms = jnp.sqrt(jnp.mean(G * G))
+        values = jnp.where(values[0] > dtype.eps * rms, values, rms)
+    # `tiny` keeps 1/0 out when eps is 0 and no gradient has come yet.
+    floor = jnp.maximum(jnp.maximum(numerics.eigenvalue_floor * values[0], eps), dtype.tiny)
+    return 1 / jnp.maximum(values, floor)
+
+
+def update_factor(
+    factor: jax.Array, G: jax.Array, other: Eigen, beta_t: jax.Array, eps: float | jax.Array, numerics: Numerics
+) -> jax.Array:
+    """The line for L, `factor` (m, m), with `other` the decomposition of R. For R pass `G.T` and that of L."""
+    n = G.shape[1]
+    half = (G @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))
+    gram = half @ half.T
+    # A matrix product may round (i, j) and (j, i) differently; over many steps that would show in the factor.
+    gram = (gram + gram.T) / 2
+    return beta_t * factor + (1 - beta_t) / n * gram

@@ -1,0 +1,87 @@
+"""Named shapes and options that every other module speaks in.
+
+Letters used everywhere: a matrix parameter is `(m, n)`; `L` `(m, m)` and `R` `(n, n)` are its Kronecker
+factors; `Q_L`, `Q_R` their eigenvectors as columns; `eig_L` `(m,)`, `eig_R` `(n,)` their eigenvalues, descending.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+_PRECISIONS = ("default", "high", "highest")
+
+
+class Eigen(NamedTuple):
+    """Eigendecomposition of one symmetric matrix `(m, m)`."""
+
+    values: jax.Array  # (m,), descending
+    vectors: jax.Array  # (m, m), column i belongs to values[i]
+
+
+class MatrixState(NamedTuple):
+    """What is kept of one matrix between steps; the same names as `ReklsState`, which holds a tree of each."""
+
+    mu: jax.Array  # (m, n)
+    nu: jax.Array  # (m, n)
+    L: jax.Array  # (m, m)
+    R: jax.Array  # (n, n)
+    Q_L: jax.Array  # (m, m)
+    Q_R: jax.Array  # (n, n)
+    eig_L: jax.Array  # (m,)
+    eig_R: jax.Array  # (n,)
+    eigh_failures: jax.Array  # (), int32
+
+    @property
+    def left(self) -> Eigen:
+        return Eigen(self.eig_L, self.Q_L)
+
+    @property
+    def right(self) -> Eigen:
+        return Eigen(self.eig_R, self.Q_R)
+
+
+class Hyperparameters(NamedTuple):
+    """The numbers of the update rule, constant or traced; `rekls` explains each."""
+
+    b1: float | jax.Array
+    b2: float | jax.Array
+    shampoo_beta: float | jax.Array
+    eps: float | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """How the step is kept well-posed in finite precision. The defaults are safe; `REFERENCE` switches them off.
+
+    Args:
+      initial_eigenvalue: every eigenvalue of both factors before the first factor update. `None` takes the
+        root mean square of the first non-zero gradient, so that the factors have the gradient's own scale from step 1.
+      eigenvalue_floor: eigenvalues below this share of the largest are raised to it where a factor is inverted.
+      carry_second_moment: rotate the second moment into each new eigenbasis, `V <- (A*A) V (B*B)^T` with
+        `A = Q_L_new^T Q_L_old`, `B = Q_R_new^T Q_R_old`. Without it V stays in the basis of the step before.
+      round_off_floor: this many machine epsilons of `||G||_F / sqrt(max(m, n))` are added to `eps` in the
+        denominator; what lies below is round-off of the projection, which Adam would scale up to full size.
+      precision: of every matrix product: "highest", "high" or "default", as `jax.default_matmul_precision` names
+        them, whatever that is set to outside.
+    """
+
+    initial_eigenvalue: float | None = None
+    eigenvalue_floor: float = 1e-2
+    carry_second_moment: bool = True
+    round_off_floor: float = 256.0
+    precision: str = "highest"
+
+    def __post_init__(self) -> None:
+        if self.initial_eigenvalue is not None and not 0 <= self.initial_eigenvalue < float("inf"):
+            raise ValueError(f"`initial_eigenvalue` must be None or a number >= 0, got {self.initial_eigenvalue!r}.")
+        if not 0 <= self.eigenvalue_floor <= 1:
+            raise ValueError(f"`eigenvalue_floor` must lie in [0, 1], got {self.eigenvalue_floor!r}.")
+        if not 0 <= self.round_off_floor < float("inf"):
+            raise ValueError(f"`round_off_floor` must be a number >= 0, got {self.round_off_floor!r}.")
+        if self.precision not in _PRECISIONS:
+            raise ValueError(f"`precision` must be one of {', '.join(_PRECISIONS)}, got {self.precision!r}.")
+
+
+REFERENCE = Numerics(initial_eigenvalue=0.0, eigenvalue_floor=0.0, carry_second_moment=False, round_off_floor=0.0)
+"""`Numerics` of the PyTorch reference: eigenvalues start at zero, nothing is floored but by `eps`, V is not rotated."""
