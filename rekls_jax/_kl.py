@@ -36,7 +36,7 @@ def update_factor(
 ) -> jax.Array:
     """The line for L, `factor` (m, m), with `other` the decomposition of R. For R pass `G.T` and that of L."""
     n = G.shape[1]
-    half = (G @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))
+    half = (G @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))[None, :]
     gram = half @ half.T
     # A matrix product may round (i, j) and (j, i) differently; over many steps that would show in the factor.
     gram = (gram + gram.T) / 2

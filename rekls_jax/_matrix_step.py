@@ -44,8 +44,8 @@ def apply(
         state.mu.astype(G.dtype),
         nu,
         lambda x: _eigen.project(x, left.vectors, right.vectors),
-        lambda x: _eigen.restore(x, left.vectors, right.vectors),
-        hyper._replace(eps=hyper.eps + round_off(G, numerics)),
+        lambda x: _without_dead_rows(_eigen.restore(x, left.vectors, right.vectors), state, numerics),
+        hyper._replace(eps=hyper.eps + _round_off(G, numerics)),
         t,
     )
     state = state._replace(
@@ -54,6 +54,16 @@ def apply(
     return update, state
 
 
-def round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
+def _round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
     """Size below which an entry of `Q_L^T G Q_R` is round-off, (): the spread of the error over the longer side."""
     return numerics.round_off_floor * jnp.finfo(G.dtype).eps * jnp.linalg.norm(G) / max(G.shape) ** 0.5
+
+
+def _without_dead_rows(update: jax.Array, state: MatrixState, numerics: Numerics) -> jax.Array:
+    """0 in rows and columns that never had a gradient: exact arithmetic gives 0 there, round-off a share of its own.
+
+    Their entry on the diagonal of L or R is a sum of squares of zeros. (An embedding row that no batch touched.)
+    """
+    if numerics.round_off_floor == 0:
+        return update
+    return jnp.where((jnp.diag(state.L) > 0)[:, None] & (jnp.diag(state.R) > 0)[None, :], update, 0)

@@ -1,0 +1,134 @@
+"""What the default numerics promise, and what they mend: sizes and directions of updates in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import WIDE_AND_TALL, cosine, gradients, rms, run
+
+from rekls_jax import REFERENCE, scale_by_rekls
+
+# shape: update RMS at steps 1-4, N(0, 1) gradients
+FIXED = {
+    (64, 64): (0.13, 0.70, 0.57, 0.50),
+    (128, 64): (0.09, 0.70, 0.57, 0.50),
+    (16, 256): (0.07, 0.25, 0.25, 0.25),
+    (96, 200): (0.07, 0.68, 0.58, 0.51),
+}
+
+
+def in_both_precisions(tx, stream):
+    single, _ = run(tx, stream)
+    with jax.enable_x64(True):
+        double, _ = run(tx, stream, jnp.float64)
+    return single, double
+
+
+@pytest.mark.parametrize("inner", ["adam", "laprop"])
+@pytest.mark.parametrize("shape", WIDE_AND_TALL, ids=str)
+def test_early_updates_are_bounded_and_float32_finds_their_direction(shape, inner):
+    single, double = in_both_precisions(scale_by_rekls(inner=inner), gradients(shape, 8))
+    sizes = rms(single, axis=(1, 2))
+    assert (sizes <= 1).all()
+    if inner == "adam":
+        np.testing.assert_allclose(sizes[:4], FIXED[shape], atol=0.021)
+    cosines = [cosine(a, b) for a, b in zip(single, double, strict=True)]
+    assert cosines[0] >= 0.9
+    assert min(cosines[1:]) >= 0.99
+
+
+def test_the_reference_numerics_keep_the_references_faults():
+    sizes, cosines = {}, {}
+    for shape in WIDE_AND_TALL:
+        single, double = in_both_precisions(scale_by_rekls(numerics=REFERENCE), gradients(shape, 2))
+        sizes[shape] = rms(single, axis=(1, 2))
+        cosines[shape] = [cosine(a, b) for a, b in zip(single, double, strict=True)]
+    for shape in WIDE_AND_TALL:
+        assert 0.85 < sizes[shape][0] < 1.01, "step 1 is round-off scaled to full size"
+        assert cosines[shape][0] < 0.2
+    for shape in WIDE_AND_TALL[1:]:
+        assert sizes[shape][1] > 2, "step 2 jumps: V stayed in the old basis"
+        assert cosines[shape][1] < 0.3
+    assert sizes[(64, 64)][1] < 1, "but not where neither factor has a null space"
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
+def test_the_update_settles_at_one_size_for_every_gradient_scale(scale):
+    updates, _ = run(scale_by_rekls(), gradients((128, 64), 200, scale=scale))
+    assert rms(updates[150:]) == pytest.approx(0.22, abs=0.03)
+
+
+@pytest.mark.parametrize("inner", ["adam", "laprop"])
+@pytest.mark.parametrize("shape", [(24, 16), (5, 40)], ids=str)
+def test_updates_do_not_depend_on_the_gradients_scale(shape, inner):
+    # An even power of two changes no rounding, square roots included: whatever is not equivariant by formula shows as a changed bit.
+    tx, stream = scale_by_rekls(eps=0.0, inner=inner), gradients(shape, 20)
+    expected, _ = run(tx, stream)
+    for scale in (2.0**-12, 2.0**12):
+        np.testing.assert_array_equal(run(tx, np.float32(scale) * stream)[0], expected)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 1e2, 1e4])
+def test_a_scale_that_changes_the_rounding_changes_only_step_one(scale):
+    # Step 1 lies off the gradient's own diagonal only by round-off; what is left of it is bounded by its cosine.
+    tx, stream = scale_by_rekls(eps=0.0), gradients((24, 16), 20)
+    (plain, _), (scaled, _) = run(tx, stream), run(tx, np.float32(scale) * stream)
+    assert cosine(plain[0], scaled[0]) > 0.95
+    errors = np.linalg.norm(plain - scaled, axis=(1, 2)) / np.linalg.norm(plain, axis=(1, 2))
+    assert errors[1:].max() < 1e-3
+
+
+@pytest.mark.parametrize("inner", ["adam", "laprop"])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_zero_gradients_give_zero_updates_and_leave_no_trace(eps, inner):
+    tx, stream = scale_by_rekls(eps=eps, inner=inner), gradients((12, 7), 6)
+    zeros = np.zeros((3, 12, 7), np.float32)
+    updates, state = run(tx, np.concatenate([zeros, stream]))
+    np.testing.assert_array_equal(updates[:3], 0)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    sizes = rms(updates[3:], axis=(1, 2))
+    assert (sizes > 0.01).all()
+    assert (sizes < 1.5).all()
+    _, state = run(tx, np.zeros((50, 12, 7), np.float32))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_a_long_pause_does_not_make_the_next_gradient_dominate():
+    stream = gradients((12, 7), 480)
+    stream[60:460] = 0  # .95^400 is 1e-9: the factors have all but vanished
+    updates, state = run(scale_by_rekls(), stream)
+    assert rms(updates[460:], axis=(1, 2)).max() < 1
+    assert max(state.L.max(), state.R.max()) < 100
+
+
+@pytest.mark.parametrize("inner", ["adam", "laprop"])
+def test_dead_rows_and_columns_get_no_update(inner):
+    stream = gradients((12, 9), 100)
+    stream[:, 4, :], stream[:, :, 7] = 0, 0
+    updates, _ = run(scale_by_rekls(inner=inner), stream)
+    np.testing.assert_array_equal(updates[:, 4, :], 0)
+    np.testing.assert_array_equal(updates[:, :, 7], 0)
+    assert rms(updates[-1]) > 0.1
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-8, 1e-4])
+@pytest.mark.parametrize(("shape", "steps"), [((64, 32), 50), ((512, 512), 10)], ids=str)
+def test_rank_one_gradients_are_harmless(shape, steps, eps):
+    columns, rows = gradients((shape[0], 1), steps), gradients((1, shape[1]), steps, seed=1)
+    updates, state = run(scale_by_rekls(eps=eps), columns @ rows)
+    assert np.isfinite(updates).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    for Q, S in ((state.Q_L, state.L), (state.Q_R, state.R)):
+        assert np.abs(Q.T @ Q - np.eye(len(Q))).max() < 1e-4
+        assert np.abs(S).max() < 1e12
+
+
+def test_a_spike_is_forgotten_soon():
+    stream = gradients((128, 64), 100)
+    stream[50] *= 1e3
+    sizes = rms(run(scale_by_rekls(), stream)[0], axis=(1, 2))
+    steady = rms(run(scale_by_rekls(), gradients((128, 64), 200))[0][150:])
+    near = np.abs(sizes - steady) <= 0.1 * steady
+    back = next(i for i in range(51, 95) if near[i : i + 5].all())
+    assert back - 50 <= 15
+    assert sizes[50:].max() < 0.4
