@@ -39,7 +39,7 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:  # (batch, length) int -> logits (batch, length, 256)
         x = nn.Embed(VOCABULARY, self.width)(tokens)
-        x = x + nn.Embed(self.context, self.width)(jnp.arange(tokens.shape[1]))
+        x = x + nn.Embed(self.context, self.width)(jnp.arange(tokens.shape[1])[None])
         for _ in range(self.layers):
             x = Block(self.heads)(x)
         return nn.Dense(VOCABULARY, use_bias=False)(nn.LayerNorm()(x))

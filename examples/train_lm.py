@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] 
     "muon": lambda lr: optax.contrib.muon(lr, adam_b1=0.9, adam_b2=0.95, weight_decay=0.01),
 }
 # The best of half-decades at the default size.
-LEARNING_RATES = {"rekls": 1e-2, "reference": 3e-3, "adamw": 1e-2, "muon": 3e-2}
+LEARNING_RATES = {"rekls": 3e-2, "reference": 1e-2, "adamw": 1e-2, "muon": 3e-2}
 PROMPT = b"import "
 
 
@@ -51,51 +51,65 @@ class Run:
 
 
 class Interrupt:
-    """Ctrl-C asks for an end after the running step; a second Ctrl-C ends at once."""
+    """While entered, Ctrl-C asks for an end after the running step; a second Ctrl-C ends at once."""
 
-    def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGINT, self._ask)
+    asked = False
+
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGINT, self._before)
 
     def _ask(self, *_: Any) -> None:
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: Interrupt) -> Run:
-    run = Run(name, LEARNING_RATES[name] if options.lr is None else options.lr)
-    model = lm.Transformer(options.width, options.layers, options.heads, options.context)
-    training, validation = lm.split(text, options.context)
-    rng = np.random.default_rng(options.seed)
-    held_out = lm.batch(validation, 8 * options.batch_size, options.context, np.random.default_rng(0))
+def make_model(options: argparse.Namespace) -> lm.Transformer:
+    return lm.Transformer(options.width, options.layers, options.heads, options.context)
+
+
+def start(run: Run, model: lm.Transformer, options: argparse.Namespace) -> TrainState:
     warm_up = max(1, options.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(0.0, run.learning_rate, warm_up, max(options.steps, warm_up + 1))
-    params = model.init(jax.random.key(options.seed), held_out[:1, :-1])
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZERS[name](schedule))
+    params = model.init(jax.random.key(options.seed), np.zeros((1, options.context), np.int32))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZERS[run.optimizer](schedule))
+
+
+def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: Interrupt) -> Run:
+    run = Run(name, LEARNING_RATES[name] if options.lr is None else options.lr)
+    model = make_model(options)
+    state = start(run, model, options)
+    training, validation = lm.split(text, options.context)
+    held_out = lm.batch(validation, 8 * options.batch_size, options.context, np.random.default_rng(0))
+    rng = np.random.default_rng(options.seed)
 
     loss_of = functools.partial(lm.loss, model)
-    evaluate = jax.jit(loss_of)
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(state.params, tokens)
         return state.apply_gradients(grads=gradients), loss
 
-    def draw() -> np.ndarray:
-        return lm.batch(training, options.batch_size, options.context, rng)
-
     # Compiled ahead, so that no step's time is the compiler's.
-    first = draw()
-    compiled = jax.jit(step, donate_argnums=0).lower(state, first).compile()
+    compiled = (
+        jax.jit(step, donate_argnums=0)
+        .lower(state, jax.ShapeDtypeStruct((options.batch_size, options.context + 1), np.int32))
+        .compile()
+    )
+    evaluate = jax.jit(loss_of)
     form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
     with tqdm(total=options.steps, desc=f"{name:>9}", bar_format=form, file=sys.stderr) as bar:
-        for i in range(options.steps):
-            start = time.perf_counter()
-            state, loss = compiled(state, draw() if i else first)
+        for taken in range(1, options.steps + 1):
+            tokens = lm.batch(training, options.batch_size, options.context, rng)
+            begin = time.perf_counter()
+            state, loss = compiled(state, tokens)
             run.losses.append(float(loss))
-            run.milliseconds.append(1e3 * (time.perf_counter() - start))
-            last = i + 1 == options.steps or interrupt.asked
-            if last or (i + 1) % max(1, options.steps // 10) == 0:
-                run.validation[i + 1] = float(evaluate(state.params, held_out))
+            run.milliseconds.append(1e3 * (time.perf_counter() - begin))
+            last = taken == options.steps or interrupt.asked
+            if last or taken % max(1, options.steps // 10) == 0:
+                run.validation[taken] = float(evaluate(state.params, held_out))
             recent = statistics.median(run.milliseconds[-20:])
             bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, {recent:.0f} ms/step", refresh=False)
             bar.update()
@@ -160,30 +174,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "width", "layers", "heads", "context", "batch_size"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {options.seed}")
     if options.width % options.heads:
         raise ValueError(f"--width must be divisible by --heads, got {options.width} and {options.heads}")
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise ValueError(f"--lr must be a number above 0, got {options.lr}")
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder, got the file {options.out}")
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    text = lm.read_text(options.text)
-    lm.split(text, options.context)
-    options.out.mkdir(parents=True, exist_ok=True)
-    source = options.text or f"the standard library in {lm.standard_library()}"
-    print(f"{len(text):,} bytes of text from {source}")
-    interrupt, runs = Interrupt(), []
-    for name in ("rekls", "adamw") if options.compare else (options.optimizer,):
-        runs.append(train(name, options, text, interrupt))
-        if interrupt.asked:
-            break
+def report(runs: list[Run], options: argparse.Namespace) -> None:
     write_metrics(runs, options.out / "metrics.csv")
     write_curve(runs, options.out / "loss.png")
-    model = lm.Transformer(options.width, options.layers, options.heads, options.context)
-    written = lm.sample(model, runs[0].params, PROMPT, 400, options.seed)
-    (options.out / "sample.txt").write_text(written)
+    written = lm.sample(make_model(options), runs[0].params, PROMPT, 400, options.seed)
+    (options.out / "sample.txt").write_text(written, encoding="utf-8")
     print(f"\nWritten by the model that {runs[0].optimizer} trained:\n\n{written}\n")
     for run in runs:
         print(
@@ -191,6 +197,21 @@ def main(arguments: list[str] | None = None) -> int:
             f"{len(run.losses)} steps, {statistics.median(run.milliseconds):.0f} ms per step"
         )
     print(f"metrics.csv, loss.png and sample.txt are in {options.out}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    text = lm.read_text(options.text)
+    lm.split(text, options.context)  # too short a text is an error before anything is compiled
+    options.out.mkdir(parents=True, exist_ok=True)
+    print(f"{len(text):,} bytes of text from {options.text or lm.standard_library()}")
+    runs: list[Run] = []
+    with Interrupt() as interrupt:
+        for name in ("rekls", "adamw") if options.compare else (options.optimizer,):
+            runs.append(train(name, options, text, interrupt))
+            if interrupt.asked:
+                break
+        report(runs, options)
     return 130 if interrupt.asked else 0
 
 

@@ -89,6 +89,8 @@ def rekls(
       >>> bool(loss(params) < 1e-3)
       True
     """
+    _checks.number_or_schedule("learning_rate", learning_rate)
+    _checks.number_or_schedule("weight_decay", weight_decay)
     _checks.one_of("weight_decay_method", weight_decay_method, _WEIGHT_DECAY)
     if not callable(weight_decay):
         _checks.non_negative("weight_decay", weight_decay)

@@ -5,18 +5,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 
 
 def in_unit_interval(name: str, value: Any) -> None:
+    number(name, value)
     if not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
         raise ValueError(f"`{name}` must lie in [0, 1), got {value}.")
 
 
 def non_negative(name: str, value: Any) -> None:
+    number(name, value)
     if not isinstance(value, jax.core.Tracer) and not 0 <= value < float("inf"):
-        raise ValueError(f"`{name}` must be a number >= 0, got {value}.")
+        raise ValueError(f"`{name}` must be a finite number >= 0, got {value}.")
+
+
+def number(name: str, value: Any, expected: str = "a number") -> None:
+    """A Python or NumPy number or an array of shape (), traced or not."""
+    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(f"`{name}` must be {expected}, got {value!r} of type {type(value).__name__}.")
+    if np.shape(value) != ():
+        raise TypeError(f"`{name}` must be {expected}, got an array of shape {np.shape(value)}.")
+
+
+def number_or_schedule(name: str, value: Any) -> None:
+    if not callable(value):
+        number(name, value, "a number or a schedule")
 
 
 def one_of(name: str, value: Any, choices: Collection[str]) -> None:
@@ -30,8 +46,14 @@ def instance_of(name: str, value: Any, kind: type) -> None:
 
 
 def floating_dtype(name: str, dtype: Any) -> None:
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(f"`{name}` must be None or a floating-point dtype, got {jnp.dtype(dtype)}.")
+    if dtype is None:
+        return
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise TypeError(f"`{name}` must be None or a floating-point dtype, got {dtype!r}.")
 
 
 def floating_leaves(params: PyTree) -> None:

@@ -25,8 +25,9 @@ def in_state_dtype(tx: optax.GradientTransformation) -> optax.GradientTransforma
     ) -> tuple[optax.Updates, optax.OptState]:
         like = updates if params is None else params
         wide = jax.tree.map(lambda G, p: G.astype(state_dtype(p.dtype)), updates, like)
-        wide, state = tx.update(wide, state, jax.tree.map(_widen, params), **extra_args)
-        return jax.tree.map(lambda U, G: U.astype(G.dtype), wide, updates), state
+        wide, new_state = tx.update(wide, state, jax.tree.map(_widen, params), **extra_args)
+        # Under x64 a float64 hyperparameter would widen float32 moments, and a loop over steps would not compile.
+        return _cast_like(wide, updates), _cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -34,3 +35,7 @@ def in_state_dtype(tx: optax.GradientTransformation) -> optax.GradientTransforma
 def _widen(leaf: Any) -> Any:
     dtype = state_dtype(leaf.dtype)
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
+
+
+def _cast_like(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

@@ -53,5 +53,5 @@ def _second_moment(rotated: jax.Array, nu: jax.Array, hyper: Hyperparameters, t:
 
 
 def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """`x / scale`, 0 where the scale is 0: with eps = 0, entries that never saw a gradient."""
-    return jnp.where(scale > 0, x, 0) / jnp.where(scale > 0, scale, 1)
+    """`x / scale`, 0 where the scale is 0: with eps = 0, entries that never saw a gradient. NaN stays NaN."""
+    return jnp.where(scale == 0, 0, x) / jnp.where(scale == 0, 1, scale)

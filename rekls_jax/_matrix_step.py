@@ -63,7 +63,8 @@ def _without_dead_rows(update: jax.Array, state: MatrixState, numerics: Numerics
     """0 in rows and columns that never had a gradient: exact arithmetic gives 0 there, round-off a share of its own.
 
     Their entry on the diagonal of L or R is a sum of squares of zeros. (An embedding row that no batch touched.)
+    NaN is not 0: it must stay visible in the update.
     """
     if numerics.round_off_floor == 0:
         return update
-    return jnp.where((jnp.diag(state.L) > 0)[:, None] & (jnp.diag(state.R) > 0)[None, :], update, 0)
+    return jnp.where((jnp.diag(state.L) == 0)[:, None] | (jnp.diag(state.R) == 0)[None, :], 0, update)

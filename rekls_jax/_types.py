@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-_PRECISIONS = ("default", "high", "highest")
+_PRECISIONS = ("highest", "high", "default")
 
 
 class Eigen(NamedTuple):
@@ -74,11 +74,11 @@ class Numerics:
 
     def __post_init__(self) -> None:
         if self.initial_eigenvalue is not None and not 0 <= self.initial_eigenvalue < float("inf"):
-            raise ValueError(f"`initial_eigenvalue` must be None or a number >= 0, got {self.initial_eigenvalue!r}.")
+            raise ValueError(f"`initial_eigenvalue` must be None or a finite number >= 0, got {self.initial_eigenvalue!r}.")
         if not 0 <= self.eigenvalue_floor <= 1:
             raise ValueError(f"`eigenvalue_floor` must lie in [0, 1], got {self.eigenvalue_floor!r}.")
         if not 0 <= self.round_off_floor < float("inf"):
-            raise ValueError(f"`round_off_floor` must be a number >= 0, got {self.round_off_floor!r}.")
+            raise ValueError(f"`round_off_floor` must be a finite number >= 0, got {self.round_off_floor!r}.")
         if self.precision not in _PRECISIONS:
             raise ValueError(f"`precision` must be one of {', '.join(_PRECISIONS)}, got {self.precision!r}.")
 

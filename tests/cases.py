@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxprs_in_params
 
 from rekls_jax import REFERENCE, Numerics, ReklsState
 from rekls_jax import scale_by_rekls as scale_by_rekls
@@ -21,9 +22,9 @@ def gradients(shape: tuple[int, ...], steps: int, seed: int = 0, scale: float = 
     return (scale * np.random.default_rng(seed).standard_normal((steps, *shape))).astype(np.float32)
 
 
-def run(tx: optax.GradientTransformation, stream: np.ndarray, dtype: Any = jnp.float32) -> tuple[np.ndarray, ReklsState]:
+def run(tx: optax.GradientTransformation, gradients: Any, dtype: Any = jnp.float32) -> tuple[np.ndarray, ReklsState]:
     """Updates (steps, m, n) in float64 and the last state of `scale_by_rekls` over a stream of gradients."""
-    stream = jnp.asarray(stream, dtype)
+    stream = jnp.asarray(gradients, dtype)
 
     @jax.jit
     def scan(state: ReklsState, stream: jax.Array) -> tuple[ReklsState, jax.Array]:
@@ -68,12 +69,26 @@ def replace_in(state: Any, **fields: Any) -> Any:
 
 def assert_same(a: Any, b: Any, **tolerance: float) -> None:
     """Two trees: the same structure, shapes, dtypes, and values (exactly, or within `numpy.allclose` tolerances)."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert structure(a) == structure(b)
+    options: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, **tolerance}
     for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype), jax.tree_util.keystr(path)
-        np.testing.assert_allclose(
-            np.asarray(x, np.float64),
-            np.asarray(y, np.float64),
-            **{"rtol": 0.0, "atol": 0.0, **tolerance},
-            err_msg=jax.tree_util.keystr(path),
-        )
+        expected, actual = np.asarray(y, np.float64), np.asarray(x, np.float64)
+        np.testing.assert_allclose(actual, expected, **options, err_msg=jax.tree_util.keystr(path))
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+def count_primitive(function: Any, name: str, *arguments: Any) -> int:
+    """How often a primitive is called in one call of `function`, calls inside calls included."""
+
+    def count(jaxpr: Any) -> int:
+        total = 0
+        for equation in jaxpr.eqns:
+            total += equation.primitive.name == name
+            total += sum(count(inner) for inner in jaxprs_in_params(equation.params))
+        return total
+
+    return count(jax.make_jaxpr(function)(*arguments).jaxpr)

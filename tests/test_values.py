@@ -1,6 +1,7 @@
 """Values against the float64 NumPy reference and the PyTorch reference's trajectories."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,18 @@ from numpy_reference import NumpyRekls, eigh_descending
 from rekls_jax import REFERENCE, Numerics, rekls, scale_by_rekls
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.npz"))
-REFERENCE_OPTIONS = {"initial_eigenvalue": 0.0, "eigenvalue_floor": 0.0, "carry_second_moment": False, "round_off_floor": 0.0}
+REFERENCE_OPTIONS = {
+    "initial_eigenvalue": 0.0,
+    "eigenvalue_floor": 0.0,
+    "carry_second_moment": False,
+    "round_off_floor": 0.0,
+}
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_the_reference_numerics_follow_the_pytorch_trajectories(path):
     data = np.load(path)
-    options = {"weight_decay_method": str(data["weight_decay_method"]), "inner": str(data["inner"])}
+    options: Any = {"weight_decay_method": str(data["weight_decay_method"]), "inner": str(data["inner"])}
     tx = rekls(*map(float, data["hyper"]), **options, numerics=REFERENCE)
     (eig_L, Q_L), (eig_R, Q_R) = eigh_descending(data["L0"]), eigh_descending(data["R0"])
     start = {"mu": data["momentum0"], "nu": data["exp_avg_sq0"], "L": data["L0"], "R": data["R0"]}
@@ -44,7 +50,7 @@ def test_golden_files_are_all_there():
 @pytest.mark.parametrize("inner", ["adam", "laprop"])
 @pytest.mark.parametrize("method", METHODS)
 def test_default_numerics_equal_the_float64_reference(shape, inner, method):
-    options = {"b1": 0.8, "b2": 0.97, "shampoo_beta": 0.9, "eps": 1e-6, "weight_decay": 0.3}
+    options: Any = {"b1": 0.8, "b2": 0.97, "shampoo_beta": 0.9, "eps": 1e-6, "weight_decay": 0.3}
     stream, start = gradients(shape, 12), gradients(shape, 1, seed=1)[0]
     reference = NumpyRekls(shape, 0.1, **options, method=method, inner=inner, machine_epsilon=2.0**-52)
     with jax.enable_x64(True):

@@ -1,0 +1,165 @@
+"""The README's code and the examples run, and wrong calls end in one sentence."""
+
+import csv
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import language_model as lm
+import numpy as np
+import pytest
+import quickstart
+import train_lm
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--width", "16", "--layers", "1", "--heads", "2", "--context", "16", "--batch-size", "4"]
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=range(len(blocks("python"))))
+def test_the_readmes_python_runs(block):
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_readme_names_two_commands_that_set_themselves_up():
+    commands = blocks("sh")
+    assert len(commands) == 2
+    assert all(command.startswith("python3 -m venv .venv && .venv/bin/pip install") for command in commands)
+    assert "examples/train_lm.py --compare" in commands[0]
+    assert "-m pytest" in commands[1]
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) <= 60
+
+
+def test_quickstart_learns():
+    assert quickstart.main(steps=150) > 0.9
+
+
+def rows(out):
+    with (out / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("optimizer", ["rekls", "reference", "adamw", "muon"])
+def test_train_lm_trains_and_writes_what_it_learned(tmp_path, capsys, optimizer):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the cat sat on the mat. " * 400)
+    options = [
+        "--text",
+        str(text),
+        "--optimizer",
+        optimizer,
+        "--steps",
+        "30",
+        "--lr",
+        "0.02",
+        "--out",
+        str(tmp_path / "a/b"),
+    ]
+    assert train_lm.main(SMALL + options) == 0
+    metrics = rows(tmp_path / "a/b")
+    assert [int(row["step"]) for row in metrics] == list(range(1, 31))
+    assert {row["optimizer"] for row in metrics} == {optimizer}
+    assert float(metrics[-1]["loss"]) < 0.8 * float(metrics[0]["loss"])
+    validation = [float(row["validation_loss"]) for row in metrics if row["validation_loss"]]
+    assert len(validation) == 10
+    assert validation[-1] < validation[0]
+    assert (tmp_path / "a/b/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a/b/sample.txt").read_text(encoding="utf-8").startswith("import ")
+    printed = capsys.readouterr()
+    assert (
+        f"{optimizer}, learning rate 0.02: validation loss {validation[-1]:.3f} nats per byte after 30 steps" in printed.out
+    )
+    assert "ms/step" in printed.err
+    assert "left" in printed.err
+
+
+def test_compare_trains_both(tmp_path):
+    assert train_lm.main([*SMALL, "--compare", "--steps", "3", "--out", str(tmp_path)]) == 0
+    assert [row["optimizer"] for row in rows(tmp_path)] == 3 * ["rekls"] + 3 * ["adamw"]
+
+
+def test_the_seed_decides_the_run(tmp_path):
+    losses = []
+    for i, seed in enumerate(["1", "1", "2"]):
+        assert train_lm.main([*SMALL, "--steps", "3", "--seed", seed, "--out", str(tmp_path / str(i))]) == 0
+        losses.append([row["loss"] for row in rows(tmp_path / str(i))])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def start(arguments, **options):
+    command = [sys.executable, str(ROOT / "examples/train_lm.py"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_ctrl_c_keeps_what_was_learned(tmp_path):
+    process = start([*SMALL, "--steps", "100000", "--out", str(tmp_path)])
+    try:
+        seen, deadline = "", time.monotonic() + 120
+        while "ms/step" not in seen and time.monotonic() < deadline:
+            seen += process.stderr.read(64)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in seen + errors
+    assert "metrics.csv, loss.png and sample.txt are in" in out
+    assert 0 < len(rows(tmp_path)) < 100000
+    assert rows(tmp_path)[-1]["validation_loss"]
+    assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "sample.txt").exists()
+
+
+WRONG_CALLS = [
+    (["--text", "nowhere.txt"], "there is no file or folder nowhere.txt"),
+    (["--text", "empty"], "the text has 0 bytes; a context of 128 needs at least 1290"),
+    (["--text", "folder"], "the text has 0 bytes; a context of 128 needs at least 1290"),
+    (["--width", "30"], "--width must be divisible by --heads, got 30 and 4"),
+    (["--steps", "0"], "--steps must be at least 1, got 0"),
+    (["--batch-size", "-1"], "--batch-size must be at least 1, got -1"),
+    (["--lr", "nan"], "--lr must be a number above 0, got nan"),
+    (["--lr", "0"], "--lr must be a number above 0, got 0.0"),
+    (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    (["--out", "empty"], "--out must be a folder, got the file empty"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG_CALLS, ids=str)
+def test_a_wrong_call_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("folder").mkdir()
+    Path("folder/binary").write_bytes(b"\0" * 10000)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        train_lm.main(arguments)
+
+
+def test_the_sentence_is_all_that_is_printed(tmp_path):
+    process = start(["--width", "30"], cwd=tmp_path)
+    out, errors = process.communicate(timeout=120)
+    assert (process.returncode, out) == (1, "")
+    assert errors == "train_lm: --width must be divisible by --heads, got 30 and 4\n"
+
+
+def test_text_of_a_folder_is_its_text_files_in_order(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first ")
+    (tmp_path / "deep/picture").write_bytes(b"\0not text")
+    assert bytes(lm.read_text(tmp_path)) == b"first second"
+
+
+def test_the_shortest_text_that_splits():
+    text = np.zeros(170, np.uint8)
+    training, validation = lm.split(text, 16)
+    assert (len(training), len(validation)) == (153, 17)
+    assert lm.batch(validation, 5, 16, np.random.default_rng(0)).shape == (5, 17)
+    with pytest.raises(ValueError, match="the text has 160 bytes; a context of 16 needs at least 170"):
+        lm.split(text[:160], 16)
