@@ -142,6 +142,7 @@ def write_curve(runs: list[Run], path: Path) -> None:
     axes.set(
         xlabel="step", ylabel="loss, nats per byte", title="Byte-level transformer: training (thin) and validation loss"
     )
+    axes.set_ylim(top=1.2 * max(max(run.validation.values()) for run in runs))  # not the steep start
     axes.grid(alpha=0.3)
     axes.legend(title="final validation loss")
     figure.savefig(path, dpi=150)

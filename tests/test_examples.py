@@ -37,6 +37,7 @@ def test_the_readme_names_two_commands_that_set_themselves_up():
     assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_quickstart_learns():
     assert quickstart.main(steps=150) > 0.9
 
@@ -46,6 +47,7 @@ def rows(out):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["rekls", "reference", "adamw", "muon"])
 def test_train_lm_trains_and_writes_what_it_learned(tmp_path, capsys, optimizer):
     text = tmp_path / "text.txt"
@@ -80,11 +82,13 @@ def test_train_lm_trains_and_writes_what_it_learned(tmp_path, capsys, optimizer)
     assert "left" in printed.err
 
 
+@pytest.mark.slow
 def test_compare_trains_both(tmp_path):
     assert train_lm.main([*SMALL, "--compare", "--steps", "3", "--out", str(tmp_path)]) == 0
     assert [row["optimizer"] for row in rows(tmp_path)] == 3 * ["rekls"] + 3 * ["adamw"]
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_run(tmp_path):
     losses = []
     for i, seed in enumerate(["1", "1", "2"]):
@@ -98,6 +102,7 @@ def start(arguments, **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_learned(tmp_path):
     process = start([*SMALL, "--steps", "100000", "--out", str(tmp_path)])
     try:

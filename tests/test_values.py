@@ -46,9 +46,8 @@ def test_golden_files_are_all_there():
     assert len(GOLDEN) == 9
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("inner", ["adam", "laprop"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("shape", "method"), [(SHAPES[0], m) for m in METHODS] + [(s, "l2") for s in SHAPES[1:]], ids=str)
 def test_default_numerics_equal_the_float64_reference(shape, inner, method):
     options: Any = {"b1": 0.8, "b2": 0.97, "shampoo_beta": 0.9, "eps": 1e-6, "weight_decay": 0.3}
     stream, start = gradients(shape, 12), gradients(shape, 1, seed=1)[0]
