@@ -68,7 +68,9 @@ def read_text(source: Path | None) -> np.ndarray:
     pieces, size = [], 0
     for path in files:
         piece = path.read_bytes()
-        if b"\0" in piece:  # not text
+        if b"\0" in piece:
+            if source == path:
+                raise ValueError(f"{source} is not text: it has bytes that are 0")
             continue
         pieces.append(piece)
         size += len(piece)
@@ -81,7 +83,7 @@ def split(text: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     """The first nine tenths to train on, the rest to validate."""
     cut = len(text) * 9 // 10
     if len(text) - cut <= context:
-        raise ValueError(f"the text has {len(text)} bytes; a context of {context} needs at least {10 * (context + 1)}")
+        raise ValueError(f"the text has {len(text)} bytes; a context of {context} needs at least {10 * context + 1}")
     return text[:cut], text[cut:]
 
 

@@ -9,6 +9,7 @@ import argparse
 import csv
 import dataclasses
 import functools
+import io
 import signal
 import statistics
 import sys
@@ -107,7 +108,8 @@ def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: I
             state, loss = compiled(state, tokens)
             run.losses.append(float(loss))
             run.milliseconds.append(1e3 * (time.perf_counter() - begin))
-            last = taken == options.steps or interrupt.asked
+            diverged = not np.isfinite(run.losses[-1])
+            last = taken == options.steps or interrupt.asked or diverged
             if last or taken % max(1, options.steps // 10) == 0:
                 run.validation[taken] = float(evaluate(state.params, held_out))
             recent = statistics.median(run.milliseconds[-20:])
@@ -115,6 +117,8 @@ def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: I
             bar.update()
             if last:
                 break
+    if diverged:
+        print(f"{name} diverged: the loss was {run.losses[-1]} at step {taken}. Try a smaller --lr.")
     run.params = state.params
     return run
 
@@ -142,7 +146,8 @@ def write_curve(runs: list[Run], path: Path) -> None:
     axes.set(
         xlabel="step", ylabel="loss, nats per byte", title="Byte-level transformer: training (thin) and validation loss"
     )
-    axes.set_ylim(top=1.2 * max(max(run.validation.values()) for run in runs))  # not the steep start
+    seen = [loss for run in runs for loss in run.validation.values() if np.isfinite(loss)]
+    axes.set_ylim(top=1.2 * max(seen) if seen else None)  # not the steep start
     axes.grid(alpha=0.3)
     axes.legend(title="final validation loss")
     figure.savefig(path, dpi=150)
@@ -158,7 +163,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--text", type=Path, help="a file or a folder of text; default: the Python standard library's source"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rekls")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: rekls")
     parser.add_argument("--compare", action="store_true", help="train with rekls, then with adamw")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, help=f"peak learning rate; default by optimizer: {LEARNING_RATES}")
@@ -175,14 +180,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "width", "layers", "heads", "context", "batch_size"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {options.seed}")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed must lie in [0, 2**32), got {options.seed}")
+    if options.compare and options.optimizer:
+        raise ValueError("--compare trains rekls and adamw: leave out --optimizer")
     if options.width % options.heads:
         raise ValueError(f"--width must be divisible by --heads, got {options.width} and {options.heads}")
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise ValueError(f"--lr must be a number above 0, got {options.lr}")
-    if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out must be a folder, got the file {options.out}")
     return options
 
 
@@ -204,11 +209,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     text = lm.read_text(options.text)
     lm.split(text, options.context)  # too short a text is an error before anything is compiled
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out must be a folder that can be made, got {options.out}: {error.strerror}") from error
     print(f"{len(text):,} bytes of text from {options.text or lm.standard_library()}")
     runs: list[Run] = []
     with Interrupt() as interrupt:
-        for name in ("rekls", "adamw") if options.compare else (options.optimizer,):
+        for name in ("rekls", "adamw") if options.compare else (options.optimizer or "rekls",):
             runs.append(train(name, options, text, interrupt))
             if interrupt.asked:
                 break
@@ -217,7 +225,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the sample may hold any character, the terminal may not
     try:
         sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, OSError) as error:
         sys.exit(f"train_lm: {error}")

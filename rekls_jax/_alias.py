@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from rekls_jax import _checks
@@ -44,7 +45,8 @@ def rekls(
     float32, or float64 for a float64 parameter. Updates have the gradient's dtype.
 
     The state is not protected from a gradient that is NaN or infinite: it turns NaN and stays so, as Adam's does. Put
-    `optax.apply_if_finite` around the optimizer to skip such steps.
+    `optax.apply_if_finite` around the optimizer to skip such steps. In float32 a finite gradient above 1e18 overflows the
+    second moment, and the matrix stops moving; clip gradients that can get there.
 
     Args:
       learning_rate: a number or an optax schedule. The matrices' updates have an RMS of about 0.2 to 0.7, AdamW's about
@@ -68,9 +70,9 @@ def rekls(
       An optimizer for `optax.chain`, `optax.apply_updates` and the rest of optax.
 
     Raises:
-      ValueError: an argument out of range; at `update`, no params where decay needs them, or gradients whose structure or
-        shapes are not the params'.
-      TypeError: an argument of the wrong kind; at `init`, a leaf that is not real floating-point (by its path).
+      ValueError: an argument out of range; at `init`, a mask that does not fit the params; at `update`, no params where
+        decay needs them, or gradients or params whose structure or shapes are not those that the state was made for.
+      TypeError: an argument of the wrong kind; at `init` and `update`, a leaf that is not real floating-point.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -96,35 +98,44 @@ def rekls(
         _checks.non_negative("weight_decay", weight_decay)
     if fallback is not None:
         _checks.instance_of("fallback", fallback, optax.GradientTransformation)
-    finish = _WEIGHT_DECAY[weight_decay_method]
     directions = {
         "rekls": scale_by_rekls(b1, b2, shampoo_beta, eps, inner=inner, numerics=numerics, mu_dtype=mu_dtype),
         "fallback": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
     }
-    optimizers: dict[str, optax.GradientTransformation] = {
-        label: in_state_dtype(finish(direction, learning_rate, weight_decay, mask))
-        for label, direction in directions.items()
-    }
-    if fallback is not None:
-        optimizers["fallback"] = fallback
-    routed = optax.partition(optimizers, _labels)
     decays = callable(weight_decay) or not _is_zero(weight_decay)
 
+    def routed(params: optax.Params | None) -> optax.GradientTransformation:
+        # The mask is made here, from the whole tree: inside `partition` a callable would see but its own leaves.
+        tree = mask(params) if callable(mask) and params is not None else mask
+        if tree is not None and params is not None:
+            _checks.decay_mask(tree, params)
+        finish = _WEIGHT_DECAY[weight_decay_method]
+        optimizers: dict[str, optax.GradientTransformation] = {
+            label: in_state_dtype(finish(direction, learning_rate, weight_decay, tree))
+            for label, direction in directions.items()
+        }
+        if fallback is not None:
+            optimizers["fallback"] = fallback
+        return optax.partition(optimizers, _labels)
+
     def init(params: optax.Params) -> optax.OptState:
-        _checks.floating_leaves(params)
-        return routed.init(params)
+        _checks.floating_leaves("Parameter", params)
+        return routed(params).init(params)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        _checks.floating_leaves("Gradient", updates)
+        like = _like_params(state, own_fallback=fallback is None)
+        _checks.same_shapes("gradient", updates, like)
         if params is not None:
-            _checks.same_shapes(updates, params)
+            _checks.same_shapes("parameter", params, like)
         elif decays:
             raise ValueError(
                 "`update` needs `params` for weight decay, got None: call `tx.update(gradients, state, params)`, or pass "
                 "`weight_decay=0.0`."
             )
-        return routed.update(updates, state, params, **extra_args)
+        return routed(params).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -133,8 +144,24 @@ def _labels(params: optax.Params) -> Any:
     return jax.tree.map(lambda leaf: "rekls" if _checks.is_matrix(leaf) else "fallback", params)
 
 
+def _like_params(state: optax.OptState, *, own_fallback: bool) -> Any:
+    """A tree like the params, from the first moments. Of the leaves of a given fallback only the place is known."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    like = optax.tree.get(state.inner_states["rekls"], "mu")
+    others = (
+        optax.tree.get(state.inner_states["fallback"], "mu")
+        if own_fallback
+        else jax.tree.map(lambda _: _checks.ANY_SHAPE, like, is_leaf=is_masked)
+    )
+    return jax.tree.map(lambda a, b: b if is_masked(a) else a, like, others, is_leaf=is_masked)
+
+
 def _is_zero(number: Any) -> bool:
-    return isinstance(number, (int, float)) and number == 0
+    # Never an array: `inject_hyperparams` gives one to `init` and traces it in `update`, and the state must be the same.
+    return isinstance(number, (int, float, np.generic)) and number == 0
 
 
 # How a direction, a learning rate and a weight decay make an optimizer.

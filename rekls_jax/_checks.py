@@ -10,9 +10,19 @@ import numpy as np
 PyTree = Any
 
 
+def number(name: str, value: Any, expected: str = "a number") -> None:
+    """A real Python or NumPy number or an array of shape (), traced or not."""
+    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be {expected}, got {value!r} of type {type(value).__name__}.")
+    dtype = jnp.result_type(value) if isinstance(value, (int, float)) else value.dtype
+    if np.shape(value) != () or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"`{name}` must be {expected}, got an array of shape {np.shape(value)} and dtype {dtype}.")
+
+
 def in_unit_interval(name: str, value: Any) -> None:
     number(name, value)
-    if not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
+    # As float32: a decay that rounds to 1 makes every bias correction 0/0.
+    if not isinstance(value, jax.core.Tracer) and not 0 <= np.float32(value) < 1:
         raise ValueError(f"`{name}` must lie in [0, 1), got {value}.")
 
 
@@ -22,21 +32,16 @@ def non_negative(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a finite number >= 0, got {value}.")
 
 
-def number(name: str, value: Any, expected: str = "a number") -> None:
-    """A Python or NumPy number or an array of shape (), traced or not."""
-    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
-        raise TypeError(f"`{name}` must be {expected}, got {value!r} of type {type(value).__name__}.")
-    if np.shape(value) != ():
-        raise TypeError(f"`{name}` must be {expected}, got an array of shape {np.shape(value)}.")
-
-
 def number_or_schedule(name: str, value: Any) -> None:
-    if not callable(value):
-        number(name, value, "a number or a schedule")
+    if callable(value):
+        return
+    number(name, value, "a number or a schedule")
+    if not isinstance(value, jax.core.Tracer) and not np.isfinite(value):
+        raise ValueError(f"`{name}` must be finite, got {value}.")
 
 
 def one_of(name: str, value: Any, choices: Collection[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
@@ -46,25 +51,28 @@ def instance_of(name: str, value: Any, kind: type) -> None:
 
 
 def floating_dtype(name: str, dtype: Any) -> None:
-    if dtype is None:
-        return
     try:
-        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        valid = dtype is None or is_floating(jnp.dtype(dtype))
     except TypeError:
-        floating = False
-    if not floating:
-        raise TypeError(f"`{name}` must be None or a floating-point dtype, got {dtype!r}.")
+        valid = False
+    if not valid:
+        raise TypeError(f"`{name}` must be None or a floating-point dtype of 16, 32 or 64 bits, got {dtype!r}.")
 
 
-def floating_leaves(params: PyTree) -> None:
-    """Every leaf must be a real floating-point array; integers, complex numbers and non-arrays cannot be optimized."""
-    for path, leaf in jax.tree.leaves_with_path(params):
+def is_floating(dtype: Any) -> bool:
+    """Of a width that JAX can convert to float32 without being asked twice."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4, 8)
+
+
+def floating_leaves(what: str, tree: PyTree) -> None:
+    """`what` is "Parameter" or "Gradient". Integers, complex numbers and non-arrays cannot be optimized."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is None or not is_floating(dtype):
             got = type(leaf).__name__ if dtype is None else f"dtype {dtype}"
             raise TypeError(
-                f"Parameter {_name(path)} must be a real floating-point array, got {got}. Leave it out of the params, or "
-                "put `optax.masked` around the optimizer."
+                f"{what} {_name(path)} must be a real floating-point array of 16, 32 or 64 bits, got {got}. Leave such "
+                "leaves out of the params, or put `optax.masked` around the optimizer."
             )
 
 
@@ -81,23 +89,39 @@ def is_matrix(leaf: Any) -> bool:
     return leaf.ndim == 2 and leaf.size > 0
 
 
-def same_shapes(gradients: PyTree, expected: PyTree) -> None:
-    """The gradients must have the tree structure and the shapes of `expected`, the params or a tree like them."""
-    given = {_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(gradients)}
-    wanted = {_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(expected)}
-    for name in wanted:
-        if name not in given:
-            raise ValueError(f"The gradients have no leaf {name}; the parameter there has shape {wanted[name]}.")
-        if given[name] != wanted[name]:
-            raise ValueError(f"The gradient of {name} has shape {given[name]}, its parameter has shape {wanted[name]}.")
-    for name in given:
-        if name not in wanted:
-            raise ValueError(f"The gradients have a leaf {name} of shape {given[name]}, the parameters have none there.")
-    got: Any = jax.tree.structure(gradients)
-    if got != jax.tree.structure(expected):
+def decay_mask(mask: PyTree, params: PyTree) -> None:
+    """A tree of bools like `params`, or a prefix of it."""
+    for path, leaf in jax.tree.leaves_with_path(mask):
+        if not isinstance(leaf, (bool, np.bool_)):
+            raise TypeError(f"`mask` must be a tree of bools, or a callable that makes one, got {leaf!r} at {_name(path)}.")
+    try:
+        jax.tree.map(lambda *_: None, mask, params)
+    except ValueError as error:
+        given, expected = jax.tree.structure(mask), jax.tree.structure(params)
         raise ValueError(
-            f"The gradients must have the parameters' tree structure, {jax.tree.structure(expected)}, got {got}."
-        )
+            f"`mask` must have the params' tree structure, {expected}, or a prefix of it, got {given}."
+        ) from error
+
+
+ANY_SHAPE = object()
+"""A leaf of the expected tree in `same_shapes` of which only the place is known."""
+
+
+def same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
+    """`tree`, of "gradient" or "parameter", must have the structure and shapes of `expected`, a tree from the state."""
+    wanted = {_name(path): getattr(leaf, "shape", None) for path, leaf in jax.tree.leaves_with_path(expected)}
+    given = {_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
+    for name in wanted.keys() - given.keys():
+        raise ValueError(f"There is no {what} {name}, for which the state was made.")
+    for name in given.keys() - wanted.keys():
+        raise ValueError(f"There is a {what} {name} of shape {given[name]}, for which the state was not made.")
+    for name, shape in wanted.items():
+        if shape is not None and given[name] != shape:
+            raise ValueError(f"The {what} {name} has shape {given[name]}, the state was made for shape {shape}.")
+    got: Any = jax.tree.structure(tree)
+    like = jax.tree.structure(expected)
+    if got != like:
+        raise ValueError(f"The {what}s must have the tree structure that the state was made for, {like}, got {got}.")
 
 
 def _name(path: Any) -> str:

@@ -10,7 +10,8 @@ import optax
 
 def state_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The dtype that a leaf of this dtype is computed in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    wide = jax.dtypes.canonicalize_dtype(dtype) == jnp.float64  # NumPy's float64 is float32 without x64
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def in_state_dtype(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -27,7 +28,7 @@ def in_state_dtype(tx: optax.GradientTransformation) -> optax.GradientTransforma
         wide = jax.tree.map(lambda G, p: G.astype(state_dtype(p.dtype)), updates, like)
         wide, new_state = tx.update(wide, state, jax.tree.map(_widen, params), **extra_args)
         # Under x64 a float64 hyperparameter would widen float32 moments, and a loop over steps would not compile.
-        return _cast_like(wide, updates), _cast_like(new_state, state)
+        return cast_like(wide, updates), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -37,5 +38,6 @@ def _widen(leaf: Any) -> Any:
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 
-def _cast_like(tree: Any, like: Any) -> Any:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+def cast_like(tree: Any, like: Any) -> Any:
+    """`tree` with the dtypes of `like`; without x64, NumPy's float64 stands for float32."""
+    return jax.tree.map(lambda x, y: x.astype(jax.dtypes.canonicalize_dtype(y.dtype)), tree, like)

@@ -18,13 +18,20 @@ def bias_corrected_beta(shampoo_beta: float | jax.Array, t: jax.Array) -> jax.Ar
     return 1 - (1 - shampoo_beta) / (1 - shampoo_beta**t)
 
 
+def root_mean_square(G: jax.Array) -> jax.Array:
+    """Of all entries, (). Of the scaled matrix: in float32 the squares of large gradients sum to infinity."""
+    largest = jnp.max(jnp.abs(G))
+    scale = jnp.where(largest == 0, 1, largest)
+    return scale * jnp.sqrt(jnp.mean(jnp.square(G / scale)))
+
+
 def inverse_eigenvalues(values: jax.Array, G: jax.Array, eps: float | jax.Array, numerics: Numerics) -> jax.Array:
     """`1/eig` of a factor `(m,)`, floored; eigenvalues that hold nothing yet are taken as the gradient's RMS."""
     dtype = jnp.finfo(values.dtype)
     if numerics.initial_eigenvalue is None:
         # Not only at step 1: a matrix without gradients for hundreds of steps (an idle expert) has factors near zero,
         # whose inverse would make the next gradient dominate for as long again.
-        rms = jnp.sqrt(jnp.mean(G * G))
+        rms = root_mean_square(G)
         values = jnp.where(values[0] > dtype.eps * rms, values, rms)
     # `tiny` keeps 1/0 out when eps is 0 and no gradient has come yet.
     floor = jnp.maximum(jnp.maximum(numerics.eigenvalue_floor * values[0], eps), dtype.tiny)

@@ -56,15 +56,19 @@ def apply(
 
 def _round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
     """Size below which an entry of `Q_L^T G Q_R` is round-off, (): the spread of the error over the longer side."""
-    return numerics.round_off_floor * jnp.finfo(G.dtype).eps * jnp.linalg.norm(G) / max(G.shape) ** 0.5
+    norm_over_longer_side = _kl.root_mean_square(G) * min(G.shape) ** 0.5  # ||G||_F / sqrt(max(m, n))
+    return numerics.round_off_floor * jnp.finfo(G.dtype).eps * norm_over_longer_side
 
 
 def _without_dead_rows(update: jax.Array, state: MatrixState, numerics: Numerics) -> jax.Array:
     """0 in rows and columns that never had a gradient: exact arithmetic gives 0 there, round-off a share of its own.
 
-    Their entry on the diagonal of L or R is a sum of squares of zeros. (An embedding row that no batch touched.)
-    NaN is not 0: it must stay visible in the update.
+    Their entry on the diagonal of L or R is a sum of squares of zeros, and no momentum is left of a time before L forgot.
+    (An embedding row that no batch touched.) NaN is not 0: it must stay visible in the update.
     """
     if numerics.round_off_floor == 0:
         return update
-    return jnp.where((jnp.diag(state.L) == 0)[:, None] | (jnp.diag(state.R) == 0)[None, :], 0, update)
+    rows, columns = (
+        (jnp.diag(factor) == 0) & jnp.all(state.mu == 0, axis=axis) for factor, axis in ((state.L, 1), (state.R, 0))
+    )
+    return jnp.where(rows[:, None] | columns[None, :], 0, update)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from rekls_jax import _checks, _inner, _step
-from rekls_jax._dtype import state_dtype
+from rekls_jax._dtype import cast_like, state_dtype
 from rekls_jax._matrix_step import Rule
 from rekls_jax._types import Hyperparameters, MatrixState, Numerics
 
@@ -52,7 +52,7 @@ def scale_by_rekls(
     Raises:
       ValueError: an argument out of range; at `init`, a leaf that is no matrix or is empty; at `update`, gradients whose
         structure or shapes are not the params'.
-      TypeError: `numerics` is no `Numerics`, `mu_dtype` no float; at `init`, a leaf that is not real floating-point.
+      TypeError: an argument of the wrong kind; at `init` or `update`, a leaf that is not real floating-point.
     """
     for name, value in {"b1": b1, "b2": b2, "shampoo_beta": shampoo_beta}.items():
         _checks.in_unit_interval(name, value)
@@ -64,20 +64,21 @@ def scale_by_rekls(
     rule = Rule(Hyperparameters(b1, b2, shampoo_beta, eps), numerics, INNER[inner])
 
     def init(params: optax.Params) -> ReklsState:
-        _checks.floating_leaves(params)
+        _checks.floating_leaves("Parameter", params)
         _checks.matrices(params)
         leaves, treedef = jax.tree.flatten(params)
         states = []
         for leaf in leaves:
             dtype = state_dtype(leaf.dtype)
-            states.append(_step.initial_state(leaf, numerics, dtype, mu_dtype or dtype))
+            states.append(_step.initial_state(leaf, numerics, dtype, jax.dtypes.canonicalize_dtype(mu_dtype or dtype)))
         return _as_tree(jnp.zeros((), jnp.int32), states, treedef)
 
     def update(
         updates: optax.Updates, state: ReklsState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ReklsState]:
         del params
-        _checks.same_shapes(updates, state.mu)
+        _checks.floating_leaves("Gradient", updates)
+        _checks.same_shapes("gradient", updates, state.mu)
         gradients, treedef = jax.tree.flatten(updates)
         states = [MatrixState(*fields) for fields in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
         count = optax.safe_increment(state.count)
@@ -88,8 +89,7 @@ def scale_by_rekls(
                 rule,
                 count,
             )
-        scaled = [U.astype(G.dtype) for U, G in zip(scaled, gradients, strict=True)]
-        return jax.tree.unflatten(treedef, scaled), _as_tree(count, states, treedef)
+        return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef)
 
     return optax.GradientTransformation(init, update)
 

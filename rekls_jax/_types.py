@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-_PRECISIONS = ("highest", "high", "default")
+from rekls_jax import _checks
 
 
 class Eigen(NamedTuple):
@@ -73,14 +73,16 @@ class Numerics:
     precision: str = "highest"
 
     def __post_init__(self) -> None:
-        if self.initial_eigenvalue is not None and not 0 <= self.initial_eigenvalue < float("inf"):
-            raise ValueError(f"`initial_eigenvalue` must be None or a finite number >= 0, got {self.initial_eigenvalue!r}.")
-        if not 0 <= self.eigenvalue_floor <= 1:
-            raise ValueError(f"`eigenvalue_floor` must lie in [0, 1], got {self.eigenvalue_floor!r}.")
-        if not 0 <= self.round_off_floor < float("inf"):
-            raise ValueError(f"`round_off_floor` must be a finite number >= 0, got {self.round_off_floor!r}.")
-        if self.precision not in _PRECISIONS:
-            raise ValueError(f"`precision` must be one of {', '.join(_PRECISIONS)}, got {self.precision!r}.")
+        if self.initial_eigenvalue is not None:
+            _checks.non_negative("initial_eigenvalue", self.initial_eigenvalue)
+        _checks.non_negative("eigenvalue_floor", self.eigenvalue_floor)
+        if self.eigenvalue_floor > 1:
+            raise ValueError(
+                f"`eigenvalue_floor` is a share of the largest eigenvalue, at most 1, got {self.eigenvalue_floor}."
+            )
+        _checks.instance_of("carry_second_moment", self.carry_second_moment, bool)
+        _checks.non_negative("round_off_floor", self.round_off_floor)
+        _checks.one_of("precision", self.precision, ("highest", "high", "default"))
 
 
 REFERENCE = Numerics(initial_eigenvalue=0.0, eigenvalue_floor=0.0, carry_second_moment=False, round_off_floor=0.0)

@@ -8,10 +8,12 @@ import pytest
 
 from rekls_jax import Numerics, rekls, scale_by_rekls
 
-PARAMS = {"layer": {"w": jnp.ones((3, 2))}, "b": jnp.ones(2)}
+W, B = jnp.ones((3, 2)), jnp.ones(2)
+PARAMS = {"layer": {"w": W}, "b": B}
 
 BAD_ARGUMENTS = [
     ({"b1": 1.0}, ValueError, r"`b1` must lie in \[0, 1\), got 1\.0\."),
+    ({"b1": 1 - 1e-9}, ValueError, r"`b1` must lie in \[0, 1\), got 0\.999999999\."),
     ({"b2": -0.1}, ValueError, r"`b2` must lie in \[0, 1\), got -0\.1\."),
     ({"b2": float("nan")}, ValueError, r"`b2` must lie in \[0, 1\), got nan\."),
     ({"shampoo_beta": 2}, ValueError, r"`shampoo_beta` must lie in \[0, 1\), got 2\."),
@@ -20,16 +22,21 @@ BAD_ARGUMENTS = [
     ({"eps": float("inf")}, ValueError, r"`eps` must be a finite number >= 0, got inf\."),
     ({"inner": "sgd"}, ValueError, r"`inner` must be one of 'adam', 'laprop', got 'sgd'\."),
     ({"inner": None}, ValueError, r"`inner` must be one of 'adam', 'laprop', got None\."),
+    ({"inner": ["adam"]}, ValueError, r"`inner` must be one of 'adam', 'laprop', got \['adam'\]\."),
     ({"numerics": "reference"}, TypeError, r"`numerics` must be a Numerics, got 'reference' of type str\."),
     (
         {"mu_dtype": jnp.int8},
         TypeError,
-        r"`mu_dtype` must be None or a floating-point dtype, got <class 'jax.numpy.int8'>\.",
+        r"`mu_dtype` must be None or a floating-point dtype .*, got <class 'jax.numpy.int8'>\.",
     ),
-    ({"mu_dtype": "bf17"}, TypeError, r"`mu_dtype` must be None or a floating-point dtype, got 'bf17'\."),
+    ({"mu_dtype": "bf17"}, TypeError, r"`mu_dtype` must be None or a floating-point dtype .*, got 'bf17'\."),
+    ({"mu_dtype": jnp.float8_e4m3fn}, TypeError, r"`mu_dtype` must be .* of 16, 32 or 64 bits, got .*float8_e4m3fn"),
     ({"b1": "0.9"}, TypeError, r"`b1` must be a number, got '0\.9' of type str\."),
+    ({"b1": True}, TypeError, r"`b1` must be a number, got True of type bool\."),
     ({"eps": None}, TypeError, r"`eps` must be a number, got None of type NoneType\."),
-    ({"b1": jnp.array([0.9, 0.9])}, TypeError, r"`b1` must be a number, got an array of shape \(2,\)\."),
+    ({"b1": jnp.array([0.9, 0.9])}, TypeError, r"`b1` must be a number, got an array of shape \(2,\) and dtype float32\."),
+    ({"eps": np.complex64(1)}, TypeError, r"`eps` must be a number, got an array of shape \(\) and dtype complex64\."),
+    ({"b1": np.str_("x")}, TypeError, r"`b1` must be a number, got an array of shape \(\) and dtype <U1\."),
 ]
 BAD_ALIAS_ARGUMENTS = [
     ({"weight_decay": -0.1}, ValueError, r"`weight_decay` must be a finite number >= 0, got -0\.1\."),
@@ -41,13 +48,21 @@ BAD_ALIAS_ARGUMENTS = [
     ({"fallback": optax.adamw}, TypeError, r"`fallback` must be a GradientTransformation, got <function adamw"),
     ({"learning_rate": "3e-4"}, TypeError, r"`learning_rate` must be a number or a schedule, got '3e-4' of type str\."),
     ({"learning_rate": None}, TypeError, r"`learning_rate` must be a number or a schedule, got None of type NoneType\."),
+    ({"learning_rate": float("nan")}, ValueError, r"`learning_rate` must be finite, got nan\."),
 ]
 BAD_NUMERICS = [
-    ({"initial_eigenvalue": -1.0}, r"`initial_eigenvalue` must be None or a finite number >= 0, got -1\.0\."),
-    ({"eigenvalue_floor": -1e-3}, r"`eigenvalue_floor` must lie in \[0, 1\], got -0\.001\."),
-    ({"eigenvalue_floor": 1.5}, r"`eigenvalue_floor` must lie in \[0, 1\], got 1\.5\."),
-    ({"round_off_floor": -1.0}, r"`round_off_floor` must be a finite number >= 0, got -1\.0\."),
-    ({"precision": "low"}, r"`precision` must be one of highest, high, default, got 'low'\."),
+    ({"initial_eigenvalue": -1.0}, ValueError, r"`initial_eigenvalue` must be a finite number >= 0, got -1\.0\."),
+    ({"initial_eigenvalue": "rms"}, TypeError, r"`initial_eigenvalue` must be a number, got 'rms' of type str\."),
+    ({"eigenvalue_floor": -1e-3}, ValueError, r"`eigenvalue_floor` must be a finite number >= 0, got -0\.001\."),
+    (
+        {"eigenvalue_floor": 1.5},
+        ValueError,
+        r"`eigenvalue_floor` is a share of the largest eigenvalue, at most 1, got 1\.5\.",
+    ),
+    ({"carry_second_moment": "no"}, TypeError, r"`carry_second_moment` must be a bool, got 'no' of type str\."),
+    ({"round_off_floor": -1.0}, ValueError, r"`round_off_floor` must be a finite number >= 0, got -1\.0\."),
+    ({"round_off_floor": None}, TypeError, r"`round_off_floor` must be a number, got None of type NoneType\."),
+    ({"precision": "low"}, ValueError, r"`precision` must be one of 'highest', 'high', 'default', got 'low'\."),
 ]
 
 
@@ -65,9 +80,9 @@ def test_bad_arguments_of_rekls(arguments, kind, text):
         rekls(**{"learning_rate": 0.1, **arguments})
 
 
-@pytest.mark.parametrize(("arguments", "text"), BAD_NUMERICS, ids=str)
-def test_bad_numerics(arguments, text):
-    with pytest.raises(ValueError, match=text):
+@pytest.mark.parametrize(("arguments", "kind", "text"), BAD_NUMERICS, ids=str)
+def test_bad_numerics(arguments, kind, text):
+    with pytest.raises(kind, match=text):
         Numerics(**arguments)
 
 
@@ -84,6 +99,8 @@ def test_traced_numbers_are_not_checked():
         (jnp.ones((3, 2), jnp.complex64), "dtype complex64"),
         (jnp.ones(3, bool), "dtype bool"),
         (jax.random.key(0), "dtype key<fry>"),
+        (jnp.ones(3, jnp.float8_e4m3fn), "dtype float8_e4m3fn"),
+        (np.ones(3, np.longdouble), "dtype float128"),
         ("relu", "str"),
         (1.0, "float"),
     ],
@@ -91,8 +108,12 @@ def test_traced_numbers_are_not_checked():
 )
 @pytest.mark.parametrize("tx", [rekls(0.1), scale_by_rekls()], ids=["rekls", "scale_by_rekls"])
 def test_leaves_that_cannot_be_optimized(tx, leaf, got):
-    with pytest.raises(TypeError, match=rf"Parameter \['layer'\]\['x'\] must be a real floating-point array, got {got}\."):
+    text = r"{} \['layer'\]\['x'\] must be a real floating-point array of 16, 32 or 64 bits, got {}\."
+    with pytest.raises(TypeError, match=text.format("Parameter", got)):
         tx.init({"layer": {"w": jnp.ones((3, 2)), "x": leaf}})
+    params = {"layer": {"w": jnp.ones((3, 2)), "x": jnp.ones((3, 2))}}
+    with pytest.raises(TypeError, match=text.format("Gradient", got)):
+        tx.update({"layer": {"w": jnp.ones((3, 2)), "x": leaf}}, tx.init(params), params)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0, 3)], ids=str)
@@ -115,34 +136,69 @@ def test_decay_needs_params(method):
 
 BAD_GRADIENTS = [
     (
-        {"layer": {"w": jnp.ones((2, 3))}, "b": jnp.ones(2)},
-        r"gradient of \['layer'\]\['w'\] has shape \(2, 3\), .* \(3, 2\)",
+        {"layer": {"w": W.T}, "b": B},
+        r"The {} \['layer'\]\['w'\] has shape \(2, 3\), the state was made for shape \(3, 2\)\.",
     ),
-    ({"layer": {"w": jnp.ones(6)}, "b": jnp.ones(2)}, r"\['layer'\]\['w'\]"),
-    ({"layer": {}, "b": jnp.ones(2)}, r"gradients have no leaf \['layer'\]\['w'\]; the parameter there has shape \(3, 2\)"),
+    ({"layer": {"w": jnp.ones(6)}, "b": B}, r"The {} \['layer'\]\['w'\] has shape \(6,\), .* for shape \(3, 2\)\."),
+    ({"layer": {"w": W}, "b": B[:1]}, r"The {} \['b'\] has shape \(1,\), the state was made for shape \(2,\)\."),
+    ({"layer": {"w": W}, "b": B[None]}, r"The {} \['b'\] has shape \(1, 2\), the state was made for shape \(2,\)\."),
+    ({"layer": {}, "b": B}, r"There is no {} \['layer'\]\['w'\], for which the state was made\."),
+    ({"layer": {"w": None}, "b": B}, r"There is no {} \['layer'\]\['w'\], for which the state was made\."),
     (
-        {"layer": {"w": jnp.ones((3, 2)), "v": jnp.ones((4, 5))}, "b": jnp.ones(2)},
-        r"gradients have a leaf \['layer'\]\['v'\] of shape \(4, 5\), the parameters have none there",
+        {"layer": {"w": W, "v": jnp.ones((4, 5))}, "b": B},
+        r"There is a {} \['layer'\]\['v'\] of shape \(4, 5\), for which the state was not made\.",
     ),
-    ({"layer": {"w": None}, "b": jnp.ones(2)}, r"gradients have no leaf \['layer'\]\['w'\]"),
+    (
+        {"layer": {"w": W}, "b": B, "c": {}},
+        r"The {}s must have the tree structure that the state was made for, .*, got .*'c'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("gradients", "text"), BAD_GRADIENTS, ids=range(len(BAD_GRADIENTS)))
-@pytest.mark.parametrize("with_params", [True, False])
-def test_gradients_that_do_not_fit(gradients, text, with_params):
+@pytest.mark.parametrize(("tree", "text"), BAD_GRADIENTS, ids=range(len(BAD_GRADIENTS)))
+def test_gradients_and_params_that_do_not_fit_the_state(tree, text):
     tx = rekls(0.1, weight_decay=0.0)
-    with pytest.raises(ValueError, match=text):
-        tx.update(gradients, tx.init(PARAMS), PARAMS if with_params else None)
+    state = tx.init(PARAMS)
+    for params in (PARAMS, None):
+        with pytest.raises(ValueError, match=text.format("gradient")):
+            tx.update(tree, state, params)
+    with pytest.raises(ValueError, match=text.format("parameter")):
+        tx.update(PARAMS, state, tree)
 
 
-def test_gradients_of_another_container():
+def test_a_given_fallback_judges_the_shapes_of_its_own_leaves():
+    tx = rekls(0.1, fallback=optax.sgd(0.1))
+    state = tx.init(PARAMS)
+    tx.update(PARAMS, state, PARAMS)
+    with pytest.raises(ValueError, match=r"There is no gradient \['b'\]"):
+        tx.update({"layer": {"w": W}}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"The gradient \['layer'\]\['w'\] has shape \(2, 3\)"):
+        tx.update({"layer": {"w": W.T}, "b": B}, state, PARAMS)
+
+
+def test_scale_by_rekls_checks_gradients_too():
     tx = scale_by_rekls()
-    with pytest.raises(ValueError, match=r"must have the parameters' tree structure, .*'layer'.*, got .*'layer'"):
-        tx.update({"layer": {"w": jnp.ones((3, 2))}, "extra": {}}, tx.init({"layer": PARAMS["layer"]}))
+    with pytest.raises(
+        ValueError, match=r"The gradient \['w'\] has shape \(2, 3\), the state was made for shape \(3, 2\)\."
+    ):
+        tx.update({"w": W.T}, tx.init({"w": W}))
 
 
-def test_a_bias_gradient_of_another_shape_is_not_broadcast():
-    tx = rekls(0.1)
-    with pytest.raises(ValueError, match=r"The gradient of \['b'\] has shape \(1,\), its parameter has shape \(2,\)"):
-        tx.update({"layer": PARAMS["layer"], "b": np.ones(1, np.float32)}, tx.init(PARAMS), PARAMS)
+@pytest.mark.parametrize(
+    ("mask", "kind", "text"),
+    [
+        (3, TypeError, r"`mask` must be a tree of bools, or a callable that makes one, got 3 at \(the whole tree\)\."),
+        ({"layer": True, "b": "no"}, TypeError, r"`mask` must be a tree of bools, .* got 'no' at \['b'\]\."),
+        ({"layer": True}, ValueError, r"`mask` must have the params' tree structure, .*, or a prefix of it, got "),
+        (
+            lambda params: {"layer": 1.0, "b": True},
+            TypeError,
+            r"`mask` must be a tree of bools, .* got 1\.0 at \['layer'\]\.",
+        ),
+    ],
+    ids=["number", "string", "structure", "callable"],
+)
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
+def test_bad_masks(mask, kind, text, weight_decay):
+    with pytest.raises(kind, match=text):
+        rekls(0.1, mask=mask, weight_decay=weight_decay).init(PARAMS)

@@ -89,6 +89,16 @@ def test_compare_trains_both(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_diverges_says_so_and_writes_what_it_saw(tmp_path, capsys):
+    options = ["--optimizer", "adamw", "--lr", "1e30", "--steps", "20", "--out", str(tmp_path)]
+    assert train_lm.main(SMALL + options) == 0
+    assert "adamw diverged: the loss was nan at step " in capsys.readouterr().out
+    assert len(rows(tmp_path)) < 20
+    assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "sample.txt").exists()
+
+
+@pytest.mark.slow
 def test_the_seed_decides_the_run(tmp_path):
     losses = []
     for i, seed in enumerate(["1", "1", "2"]):
@@ -124,15 +134,19 @@ def test_ctrl_c_keeps_what_was_learned(tmp_path):
 
 WRONG_CALLS = [
     (["--text", "nowhere.txt"], "there is no file or folder nowhere.txt"),
-    (["--text", "empty"], "the text has 0 bytes; a context of 128 needs at least 1290"),
-    (["--text", "folder"], "the text has 0 bytes; a context of 128 needs at least 1290"),
+    (["--text", "empty"], "the text has 0 bytes; a context of 128 needs at least 1281"),
+    (["--text", "folder"], "the text has 0 bytes; a context of 128 needs at least 1281"),
     (["--width", "30"], "--width must be divisible by --heads, got 30 and 4"),
     (["--steps", "0"], "--steps must be at least 1, got 0"),
     (["--batch-size", "-1"], "--batch-size must be at least 1, got -1"),
     (["--lr", "nan"], "--lr must be a number above 0, got nan"),
     (["--lr", "0"], "--lr must be a number above 0, got 0.0"),
-    (["--seed", "-1"], "--seed must be at least 0, got -1"),
-    (["--out", "empty"], "--out must be a folder, got the file empty"),
+    (["--seed", "-1"], "--seed must lie in [0, 2**32), got -1"),
+    (["--seed", "99999999999"], "--seed must lie in [0, 2**32), got 99999999999"),
+    (["--compare", "--optimizer", "muon"], "--compare trains rekls and adamw: leave out --optimizer"),
+    (["--text", "folder/binary"], "folder/binary is not text: it has bytes that are 0"),
+    (["--out", "empty/deeper"], "--out must be a folder that can be made, got empty/deeper: Not a directory"),
+    (["--out", "empty"], "--out must be a folder that can be made, got empty: File exists"),
 ]
 
 
@@ -162,9 +176,8 @@ def test_text_of_a_folder_is_its_text_files_in_order(tmp_path):
 
 
 def test_the_shortest_text_that_splits():
-    text = np.zeros(170, np.uint8)
-    training, validation = lm.split(text, 16)
-    assert (len(training), len(validation)) == (153, 17)
+    training, validation = lm.split(np.zeros(161, np.uint8), 16)
+    assert (len(training), len(validation)) == (144, 17)
     assert lm.batch(validation, 5, 16, np.random.default_rng(0)).shape == (5, 17)
-    with pytest.raises(ValueError, match="the text has 160 bytes; a context of 16 needs at least 170"):
-        lm.split(text[:160], 16)
+    with pytest.raises(ValueError, match="the text has 160 bytes; a context of 16 needs at least 161"):
+        lm.split(np.zeros(160, np.uint8), 16)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import WIDE_AND_TALL, cosine, gradients, rms, run
+from numpy_reference import NumpyRekls
 
 from rekls_jax import REFERENCE, scale_by_rekls
 
@@ -109,6 +110,26 @@ def test_dead_rows_and_columns_get_no_update(inner):
     np.testing.assert_array_equal(updates[:, 4, :], 0)
     np.testing.assert_array_equal(updates[:, :, 7], 0)
     assert rms(updates[-1]) > 0.1
+
+
+def test_a_row_that_dies_keeps_its_momentum():
+    # With shampoo_beta 0 the factors forget the row at once; its momentum does not. Square: no other null direction.
+    stream = gradients((4, 4), 4)
+    stream[3, 0] = 0
+    with jax.enable_x64(True):
+        updates, _ = run(scale_by_rekls(shampoo_beta=0.0), stream, jnp.float64)
+    reference = NumpyRekls((4, 4), 1.0, shampoo_beta=0.0, machine_epsilon=2.0**-52)
+    expected = np.stack([reference.direction(G.astype(np.float64)) for G in stream])
+    assert np.abs(expected[3, 0]).max() > 0.1
+    np.testing.assert_allclose(updates[3], expected[3], atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e12, 1e17])
+def test_large_gradients_do_not_overflow_a_norm(scale):
+    updates, state = run(scale_by_rekls(), gradients((256, 512), 3, scale=scale))
+    plain, _ = run(scale_by_rekls(), gradients((256, 512), 3))
+    np.testing.assert_allclose(rms(updates, axis=(1, 2)), rms(plain, axis=(1, 2)), rtol=0.1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-8, 1e-4])

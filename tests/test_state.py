@@ -130,6 +130,24 @@ def test_init_under_eval_shape_and_from_shapes_alone():
     assert_same(tx.init(jax.eval_shape(lambda: params)), state)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_numpy_params_and_gradients_are_taken_without_a_warning(x64):
+    with jax.enable_x64(x64):
+        params = {"w": np.ones((3, 2)), "b": np.ones(2)}
+        tx = rekls(0.1, mu_dtype="float64")
+        updates, state = tx.update(params, tx.init(params), params)
+        (inner,) = rekls_states(state)
+        assert inner.mu["w"].dtype == inner.L["w"].dtype == updates["w"].dtype == (jnp.float64 if x64 else jnp.float32)
+
+
+def test_strict_dtype_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        tx = scale_by_rekls()
+        params = {"w": jnp.ones((3, 2), jnp.bfloat16)}
+        updates, _ = jax.jit(tx.update)(params, tx.init(params))
+        assert updates["w"].dtype == jnp.bfloat16
+
+
 def test_count_counts_steps():
     params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
     _, state = descend(rekls(0.1), params, {"w": gradients((3, 2), 4), "b": gradients((2,), 4)})

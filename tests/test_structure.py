@@ -12,8 +12,8 @@ import rekls_jax
 PACKAGE = Path(rekls_jax.__file__).parent
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
 LEVELS = {
+    "_checks": -1,
     "_types": 0,
-    "_checks": 1,
     "_eigen": 1,
     "_inner": 1,
     "_kl": 1,
