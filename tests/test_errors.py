@@ -11,6 +11,11 @@ from rekls_jax import Numerics, rekls, scale_by_rekls
 W, B = jnp.ones((3, 2)), jnp.ones(2)
 PARAMS = {"layer": {"w": W}, "b": B}
 
+
+def names(table):
+    return [", ".join(arguments) for arguments, _, _ in table]
+
+
 BAD_ARGUMENTS = [
     ({"b1": 1.0}, ValueError, r"`b1` must lie in \[0, 1\), got 1\.0\."),
     ({"b1": 1 - 1e-9}, ValueError, r"`b1` must lie in \[0, 1\), got 0\.999999999\."),
@@ -66,7 +71,7 @@ BAD_NUMERICS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "text"), BAD_ARGUMENTS, ids=str)
+@pytest.mark.parametrize(("arguments", "kind", "text"), BAD_ARGUMENTS, ids=names(BAD_ARGUMENTS))
 def test_bad_arguments(arguments, kind, text):
     with pytest.raises(kind, match=text):
         scale_by_rekls(**arguments)
@@ -74,13 +79,13 @@ def test_bad_arguments(arguments, kind, text):
         rekls(0.1, **arguments)
 
 
-@pytest.mark.parametrize(("arguments", "kind", "text"), BAD_ALIAS_ARGUMENTS, ids=str)
+@pytest.mark.parametrize(("arguments", "kind", "text"), BAD_ALIAS_ARGUMENTS, ids=names(BAD_ALIAS_ARGUMENTS))
 def test_bad_arguments_of_rekls(arguments, kind, text):
     with pytest.raises(kind, match=text):
         rekls(**{"learning_rate": 0.1, **arguments})
 
 
-@pytest.mark.parametrize(("arguments", "kind", "text"), BAD_NUMERICS, ids=str)
+@pytest.mark.parametrize(("arguments", "kind", "text"), BAD_NUMERICS, ids=names(BAD_NUMERICS))
 def test_bad_numerics(arguments, kind, text):
     with pytest.raises(kind, match=text):
         Numerics(**arguments)
@@ -104,7 +109,7 @@ def test_traced_numbers_are_not_checked():
         ("relu", "str"),
         (1.0, "float"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 @pytest.mark.parametrize("tx", [rekls(0.1), scale_by_rekls()], ids=["rekls", "scale_by_rekls"])
 def test_leaves_that_cannot_be_optimized(tx, leaf, got):
