@@ -105,9 +105,11 @@ def rekls(
     decays = callable(weight_decay) or not _is_zero(weight_decay)
 
     def routed(params: optax.Params | None) -> optax.GradientTransformation:
-        # The mask is made here, from the whole tree: inside `partition` a callable would see but its own leaves.
-        tree = mask(params) if callable(mask) and params is not None else mask
-        if tree is not None and params is not None:
+        tree = mask
+        # Not where there is nothing to mask: `optax.tree_map_params` calls `init` with a tree of its own, without leaves.
+        if mask is not None and jax.tree.leaves(params):
+            # From the whole tree: inside `partition` a callable would see but its own leaves.
+            tree = mask(params) if callable(mask) else mask
             _checks.decay_mask(tree, params)
         finish = _WEIGHT_DECAY[weight_decay_method]
         optimizers: dict[str, optax.GradientTransformation] = {

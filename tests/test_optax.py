@@ -263,8 +263,14 @@ def test_wrappers_take_it_and_keep_the_states_types(wrap):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
 
 
-def test_tree_map_params_sees_the_states_trees():
-    tx = rekls(0.1)
+MASK = {"w": True, "v": False, "b": False, "s": True}
+
+
+@pytest.mark.parametrize(
+    "mask", [None, MASK, lambda params: {name: MASK[name] for name in params}], ids=["none", "tree", "callable"]
+)
+def test_tree_map_params_sees_the_states_trees(mask):
+    tx = rekls(0.1, mask=mask)
     state = tx.init(PARAMS)
     marked = optax.tree_map_params(tx, lambda leaf: leaf + 1, state)
     (before,), (after,) = rekls_states(state), rekls_states(marked)
