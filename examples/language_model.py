@@ -109,4 +109,5 @@ def sample(model: Transformer, params: optax.Params, prompt: bytes, length: int,
 
     keys = jax.random.split(jax.random.key(seed), length)
     _, written = jax.jit(lambda carry: jax.lax.scan(write_one, carry, keys))((jnp.asarray(window), jnp.int32(len(given))))
-    return (prompt + bytes(np.asarray(written, np.uint8))).decode(errors="replace")
+    text = (prompt + bytes(np.asarray(written, np.uint8))).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -36,7 +36,6 @@ OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] 
 }
 # The best of half-decades at the default size.
 LEARNING_RATES = {"rekls": 3e-2, "reference": 1e-2, "adamw": 1e-2, "muon": 3e-2}
-PROMPT = b"import "
 
 
 @dataclasses.dataclass
@@ -65,6 +64,7 @@ class Interrupt:
 
     def _ask(self, *_: Any) -> None:
         self.asked = True
+        print("\nStopping after the running step; Ctrl-C again ends at once.", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -160,22 +160,23 @@ def final(run: Run) -> float:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--text", type=Path, help="a file or a folder of text; default: the Python standard library's source"
+    add = parser.add_argument
+    add(
+        "--text", type=Path, metavar="PATH", help="a file or a folder of text; default: the Python standard library's source"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: rekls")
-    parser.add_argument("--compare", action="store_true", help="train with rekls, then with adamw")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, help=f"peak learning rate; default by optimizer: {LEARNING_RATES}")
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128, help="bytes the model sees at once")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/train_lm"), help="folder for metrics.csv, loss.png, sample.txt"
-    )
+    add("--optimizer", choices=OPTIMIZERS, help="default: rekls; reference is rekls with the PyTorch reference's numerics")
+    add("--compare", action="store_true", help="train with rekls, then with adamw")
+    add("--steps", type=int, default=300, help="default: %(default)s")
+    rates = ", ".join(f"{rate:g} for {name}" for name, rate in LEARNING_RATES.items())
+    add("--lr", type=float, help=f"highest learning rate, after a tenth of the steps; default: {rates}")
+    add("--width", type=int, default=96, help="of the model; default: %(default)s")
+    add("--layers", type=int, default=2, help="default: %(default)s")
+    add("--heads", type=int, default=4, help="of each attention, a divisor of the width; default: %(default)s")
+    add("--context", type=int, default=128, help="bytes the model sees at once; default: %(default)s")
+    add("--batch-size", type=int, default=16, help="default: %(default)s")
+    add("--seed", type=int, default=0, help="of the parameters, the batches and the sample; default: %(default)s")
+    out = "for metrics.csv, loss.png and sample.txt, overwritten; default: %(default)s"
+    add("--out", type=Path, default=Path("runs/train_lm"), metavar="FOLDER", help=out)
     options = parser.parse_args(arguments)
     for name in ("steps", "width", "layers", "heads", "context", "batch_size"):
         if getattr(options, name) < 1:
@@ -191,12 +192,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def report(runs: list[Run], options: argparse.Namespace) -> None:
+def report(runs: list[Run], options: argparse.Namespace, text: np.ndarray) -> None:
     write_metrics(runs, options.out / "metrics.csv")
     write_curve(runs, options.out / "loss.png")
-    written = lm.sample(make_model(options), runs[0].params, PROMPT, 400, options.seed)
+    _, held_out = lm.split(text, options.context)
+    written = lm.sample(make_model(options), runs[0].params, bytes(held_out[:32]), 400, options.seed)
     (options.out / "sample.txt").write_text(written, encoding="utf-8")
-    print(f"\nWritten by the model that {runs[0].optimizer} trained:\n\n{written}\n")
+    print(f"\n32 bytes of the held-out text, and how the model that {runs[0].optimizer} trained goes on:\n\n{written}\n")
     for run in runs:
         print(
             f"{run.optimizer}, learning rate {run.learning_rate:g}: validation loss {final(run):.3f} nats per byte after "
@@ -220,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
             runs.append(train(name, options, text, interrupt))
             if interrupt.asked:
                 break
-        report(runs, options)
+        report(runs, options, text)
     return 130 if interrupt.asked else 0
 
 

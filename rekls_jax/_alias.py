@@ -49,8 +49,7 @@ def rekls(
     second moment, and the matrix stops moving; clip gradients that can get there.
 
     Args:
-      learning_rate: a number or an optax schedule. The matrices' updates have an RMS of about 0.2 to 0.7, AdamW's about
-        as much: start from AdamW's learning rate times 3.
+      learning_rate: a number or an optax schedule. Try one and three times AdamW's; the default `fallback` shares it.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
       shampoo_beta: decay of the Kronecker factors, in [0, 1); corrected for its bias towards the first steps.
@@ -127,8 +126,8 @@ def rekls(
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
-        _checks.floating_leaves("Gradient", updates)
         like = _like_params(state, own_fallback=fallback is None)
+        _checks.floating_leaves("Gradient", updates)
         _checks.same_shapes("gradient", updates, like)
         if params is not None:
             _checks.same_shapes("parameter", params, like)
@@ -152,6 +151,7 @@ def _like_params(state: optax.OptState, *, own_fallback: bool) -> Any:
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
+    _checks.own_state(state, set(getattr(state, "inner_states", ())) == {"rekls", "fallback"})
     like = optax.tree.get(state.inner_states["rekls"], "mu")
     others = (
         optax.tree.get(state.inner_states["fallback"], "mu")

@@ -50,6 +50,11 @@ def instance_of(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r} of type {type(value).__name__}.")
 
 
+def own_state(state: Any, valid: bool) -> None:
+    if not valid:
+        raise TypeError(f"`state` must be what this optimizer's `init` returned, got a {type(state).__name__}.")
+
+
 def floating_dtype(name: str, dtype: Any) -> None:
     try:
         valid = dtype is None or is_floating(jnp.dtype(dtype))
@@ -70,9 +75,11 @@ def floating_leaves(what: str, tree: PyTree) -> None:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not is_floating(dtype):
             got = type(leaf).__name__ if dtype is None else f"dtype {dtype}"
+            advice = (
+                " Leave it out of the params, or put `optax.masked` around the optimizer." if what == "Parameter" else ""
+            )
             raise TypeError(
-                f"{what} {_name(path)} must be a real floating-point array of 16, 32 or 64 bits, got {got}. Leave such "
-                "leaves out of the params, or put `optax.masked` around the optimizer."
+                f"{what} {_name(path)} must be a real floating-point array of 16, 32 or 64 bits, got {got}.{advice}"
             )
 
 
@@ -112,7 +119,9 @@ def same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
     wanted = {_name(path): getattr(leaf, "shape", None) for path, leaf in jax.tree.leaves_with_path(expected)}
     given = {_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
     for name in wanted.keys() - given.keys():
-        raise ValueError(f"There is no {what} {name}, for which the state was made.")
+        raise ValueError(
+            f"There is no {what} {name}, for which the state was made. There are: {', '.join(given) or 'none'}."
+        )
     for name in given.keys() - wanted.keys():
         raise ValueError(f"There is a {what} {name} of shape {given[name]}, for which the state was not made.")
     for name, shape in wanted.items():

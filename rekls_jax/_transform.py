@@ -77,6 +77,7 @@ def scale_by_rekls(
         updates: optax.Updates, state: ReklsState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ReklsState]:
         del params
+        _checks.own_state(state, isinstance(state, ReklsState))
         _checks.floating_leaves("Gradient", updates)
         _checks.same_shapes("gradient", updates, state.mu)
         gradients, treedef = jax.tree.flatten(updates)

@@ -147,8 +147,11 @@ BAD_GRADIENTS = [
     ({"layer": {"w": jnp.ones(6)}, "b": B}, r"The {} \['layer'\]\['w'\] has shape \(6,\), .* for shape \(3, 2\)\."),
     ({"layer": {"w": W}, "b": B[:1]}, r"The {} \['b'\] has shape \(1,\), the state was made for shape \(2,\)\."),
     ({"layer": {"w": W}, "b": B[None]}, r"The {} \['b'\] has shape \(1, 2\), the state was made for shape \(2,\)\."),
-    ({"layer": {}, "b": B}, r"There is no {} \['layer'\]\['w'\], for which the state was made\."),
-    ({"layer": {"w": None}, "b": B}, r"There is no {} \['layer'\]\['w'\], for which the state was made\."),
+    ({"layer": {}, "b": B}, r"There is no {} \['layer'\]\['w'\], for which the state was made\. There are: \['b'\]\."),
+    (
+        {"layer": {"w": None}, "b": B},
+        r"There is no {} \['layer'\]\['w'\], for which the state was made\. There are: \['b'\]\.",
+    ),
     (
         {"layer": {"w": W, "v": jnp.ones((4, 5))}, "b": B},
         r"There is a {} \['layer'\]\['v'\] of shape \(4, 5\), for which the state was not made\.",
@@ -179,6 +182,15 @@ def test_a_given_fallback_judges_the_shapes_of_its_own_leaves():
         tx.update({"layer": {"w": W}}, state, PARAMS)
     with pytest.raises(ValueError, match=r"The gradient \['layer'\]\['w'\] has shape \(2, 3\)"):
         tx.update({"layer": {"w": W.T}, "b": B}, state, PARAMS)
+
+
+@pytest.mark.parametrize("tx", [rekls(0.1), scale_by_rekls()], ids=["rekls", "scale_by_rekls"])
+def test_a_state_that_is_not_its_own(tx):
+    params = {"w": W}
+    with pytest.raises(TypeError, match=r"`state` must be what this optimizer's `init` returned, got a dict\."):
+        tx.update(params, params, params)
+    with pytest.raises(TypeError, match=r"`state` must be what this .*, got a tuple\."):
+        tx.update(params, optax.adamw(0.1).init(params), params)
 
 
 def test_scale_by_rekls_checks_gradients_too():

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import language_model as lm
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def rows(out):
 def test_train_lm_trains_and_writes_what_it_learned(tmp_path, capsys, optimizer):
     text = tmp_path / "text.txt"
     text.write_bytes(b"the cat sat on the mat. " * 400)
+    held_out = text.read_text()[8640 : 8640 + 32]
     options = [
         "--text",
         str(text),
@@ -73,7 +75,7 @@ def test_train_lm_trains_and_writes_what_it_learned(tmp_path, capsys, optimizer)
     assert len(validation) == 10
     assert validation[-1] < validation[0]
     assert (tmp_path / "a/b/loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "a/b/sample.txt").read_text(encoding="utf-8").startswith("import ")
+    assert (tmp_path / "a/b/sample.txt").read_text(encoding="utf-8").startswith(held_out)
     printed = capsys.readouterr()
     assert (
         f"{optimizer}, learning rate 0.02: validation loss {validation[-1]:.3f} nats per byte after 30 steps" in printed.out
@@ -173,6 +175,14 @@ def test_text_of_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "a.txt").write_text("first ")
     (tmp_path / "deep/picture").write_bytes(b"\0not text")
     assert bytes(lm.read_text(tmp_path)) == b"first second"
+
+
+def test_a_sample_holds_no_control_characters():
+    model = lm.Transformer(8, 1, 2, 8)
+    params = model.init(jax.random.key(0), np.zeros((1, 8), np.int32))
+    written = lm.sample(model, params, b"\x1b[ab\x00c\n", 300, seed=0)
+    assert all(c.isprintable() or c in "\n\t" for c in written)
+    assert written.startswith("\N{REPLACEMENT CHARACTER}[ab\N{REPLACEMENT CHARACTER}c\n")
 
 
 def test_the_shortest_text_that_splits():
