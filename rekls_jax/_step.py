@@ -1,4 +1,4 @@
-"""One step over a flat list of matrices: accumulate all, decompose all, apply all."""
+"""One step over a flat list of matrices: each accumulates, is decomposed, and applied."""
 
 from collections.abc import Sequence
 
