@@ -1,7 +1,9 @@
 """REKLS for JAX: SOAP with Kullback-Leibler factors and an `eigh` on every step, as an optax transformation."""
 
 from rekls_jax._alias import rekls
+from rekls_jax._matrix_view import MatrixDimensionNumbers
+from rekls_jax._state_specs import state_partition_specs
 from rekls_jax._transform import ReklsState, scale_by_rekls
 from rekls_jax._types import REFERENCE, Numerics
 
-__all__ = ["REFERENCE", "Numerics", "ReklsState", "rekls", "scale_by_rekls"]
+__all__ = ["REFERENCE", "MatrixDimensionNumbers", "Numerics", "ReklsState", "rekls", "scale_by_rekls", "state_partition_specs"]

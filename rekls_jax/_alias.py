@@ -1,14 +1,18 @@
 """`rekls`: the whole optimizer, ready for a training loop."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
-from rekls_jax import _checks
+from rekls_jax import _checks, _matrix_view
 from rekls_jax._dtype import in_state_dtype
+from rekls_jax._matrix_view import DimensionNumbers
+from rekls_jax._mesh import ParamSpecs, broadcast_specs
 from rekls_jax._transform import scale_by_rekls
 from rekls_jax._types import Numerics
 
@@ -27,8 +31,13 @@ def rekls(
     weight_decay_method: str = "decoupled",
     inner: str = "adam",
     numerics: Numerics = Numerics(),
+    dimension_numbers: DimensionNumbers = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     fallback: optax.GradientTransformation | None = None,
+    param_specs: ParamSpecs = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    eigh_axes: str | Sequence[str] | None = None,
+    eigh_placement: str = "split",
 ) -> optax.GradientTransformationExtraArgs:
     r"""REKLS: SOAP with Kullback-Leibler factors and an eigendecomposition on every step.
 
@@ -97,37 +106,56 @@ def rekls(
         _checks.non_negative("weight_decay", weight_decay)
     if fallback is not None:
         _checks.instance_of("fallback", fallback, optax.GradientTransformation)
-    directions = {
-        "rekls": scale_by_rekls(b1, b2, shampoo_beta, eps, inner=inner, numerics=numerics, mu_dtype=mu_dtype),
-        "fallback": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
-    }
+    direction = functools.partial(
+        scale_by_rekls,
+        b1,
+        b2,
+        shampoo_beta,
+        eps,
+        inner=inner,
+        numerics=numerics,
+        mu_dtype=mu_dtype,
+        mesh=mesh,
+        eigh_axes=eigh_axes,
+        eigh_placement=eigh_placement,
+    )
+    direction()  # for its errors
     decays = callable(weight_decay) or not _is_zero(weight_decay)
 
-    def routed(params: optax.Params | None) -> optax.GradientTransformation:
-        tree = mask
-        # Not where there is nothing to mask: `optax.tree_map_params` calls `init` with a tree of its own, without leaves.
+    def routed(params: optax.Params) -> optax.GradientTransformation:
+        """For a tree like the params."""
+        # Called here, since inside `partition` they would see but their own leaves. Not without leaves:
+        # `optax.tree_map_params` calls `init` with a tree of its own.
+        tree, numbers, specs = (
+            argument(params) if callable(argument) and jax.tree.leaves(params) else argument
+            for argument in (mask, dimension_numbers, param_specs)
+        )
         if mask is not None and jax.tree.leaves(params):
-            # From the whole tree: inside `partition` a callable would see but its own leaves.
-            tree = mask(params) if callable(mask) else mask
             _checks.decay_mask(tree, params)
+        if specs is not None:
+            broadcast_specs(specs, params)  # for its errors, of all params
+        directions = {
+            "rekls": direction(dimension_numbers=numbers, param_specs=specs),
+            "fallback": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
+        }
         finish = _WEIGHT_DECAY[weight_decay_method]
         optimizers: dict[str, optax.GradientTransformation] = {
-            label: in_state_dtype(finish(direction, learning_rate, weight_decay, tree))
-            for label, direction in directions.items()
+            label: in_state_dtype(finish(transform, learning_rate, weight_decay, tree))
+            for label, transform in directions.items()
         }
         if fallback is not None:
             optimizers["fallback"] = fallback
-        return optax.partition(optimizers, _labels)
+        return optax.partition(optimizers, _labels(numbers, params))
 
     def init(params: optax.Params) -> optax.OptState:
-        _checks.floating_leaves("Parameter", params)
+        _checks.floating_leaves("parameter", params)
         return routed(params).init(params)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         like = _like_params(state, own_fallback=fallback is None)
-        _checks.floating_leaves("Gradient", updates)
+        _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, like)
         if params is not None:
             _checks.same_shapes("parameter", params, like)
@@ -136,13 +164,15 @@ def rekls(
                 "`update` needs `params` for weight decay, got None: call `tx.update(gradients, state, params)`, or pass "
                 "`weight_decay=0.0`."
             )
-        return routed(params).update(updates, state, params, **extra_args)
+        return routed(updates if params is None else params).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _labels(params: optax.Params) -> Any:
-    return jax.tree.map(lambda leaf: "rekls" if _checks.is_matrix(leaf) else "fallback", params)
+def _labels(dimension_numbers: DimensionNumbers, params: optax.Params) -> Any:
+    views = _matrix_view.views(dimension_numbers, params, _checks.named_leaves("parameter", params))
+    labels = ["fallback" if view is None else "rekls" for view in views]
+    return jax.tree.unflatten(jax.tree.structure(params), labels)
 
 
 def _like_params(state: optax.OptState, *, own_fallback: bool) -> Any:

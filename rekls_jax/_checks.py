@@ -1,6 +1,6 @@
 """Errors before work: what was given, what was expected, which argument or which parameter."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -45,9 +45,10 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def instance_of(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r} of type {type(value).__name__}.")
+def instance_of(name: str, value: Any, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        expected = " or a ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"`{name}` must be a {expected}, got {value!r} of type {type(value).__name__}.")
 
 
 def own_state(state: Any, valid: bool) -> None:
@@ -70,30 +71,66 @@ def is_floating(dtype: Any) -> bool:
 
 
 def floating_leaves(what: str, tree: PyTree) -> None:
-    """`what` is "Parameter" or "Gradient". Integers, complex numbers and non-arrays cannot be optimized."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
+    """`what` is "parameter" or "gradient". Integers, complex numbers and non-arrays cannot be optimized."""
+    for name, leaf in named_leaves(what, tree).items():
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not is_floating(dtype):
             got = type(leaf).__name__ if dtype is None else f"dtype {dtype}"
             advice = (
-                " Leave it out of the params, or put `optax.masked` around the optimizer." if what == "Parameter" else ""
+                " Leave it out of the params, or put `optax.masked` around the optimizer." if what == "parameter" else ""
             )
+            raise TypeError(f"The {name} must be a real floating-point array of 16, 32 or 64 bits, got {got}.{advice}")
+
+
+def named_leaves(what: str, tree: PyTree) -> dict[str, Any]:
+    """Each leaf under what errors call it: "parameter ['w']"."""
+    return {f"{what} {_name(path)}": leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def matrix(name: str, leaf: Any, view: Any) -> None:
+    if view is None:
+        raise ValueError(
+            f"`scale_by_rekls` takes matrices with at least one entry, 2-D or named by `dimension_numbers`, got the {name} "
+            f"of shape {leaf.shape}. `rekls` sends all other leaves to its `fallback`."
+        )
+
+
+def averaged(name: str, varies_over: Collection[str], spec_axes: Collection[str], spec: Any) -> None:
+    """No device may go its own way with a part that others hold too."""
+    for axis in sorted(set(varies_over) - set(spec_axes)):
+        raise ValueError(
+            f"The {name} varies over the mesh axis {axis!r}, over which its spec, {spec}, does not divide it. A gradient must "
+            f"be averaged there first, `jax.lax.pmean(gradients, {axis!r})`; a divided parameter needs its `param_specs`."
+        )
+
+
+def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: type, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """For each leaf of `params` that of `prefix`, a tree like it or a prefix of it, whose leaves are of `kind` or None."""
+
+    def ends(node: Any) -> bool:
+        return node is None or is_leaf(node)
+
+    if not jax.tree.leaves(params):  # `optax.tree_map_params` calls `init` with a tree of its own, without leaves
+        return []
+    for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=ends):
+        if not ends(leaf):
             raise TypeError(
-                f"{what} {_name(path)} must be a real floating-point array of 16, 32 or 64 bits, got {got}.{advice}"
+                f"`{argument}` must be a tree of {kind.__name__}, or a callable that makes one, got {leaf!r} at {_name(path)}."
             )
-
-
-def matrices(params: PyTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not is_matrix(leaf):
-            raise ValueError(
-                f"`scale_by_rekls` takes matrices with at least one entry, got shape {leaf.shape} for parameter "
-                f"{_name(path)}. `rekls` sends all other leaves to its `fallback`."
-            )
-
-
-def is_matrix(leaf: Any) -> bool:
-    return leaf.ndim == 2 and leaf.size > 0
+    try:
+        whole = jax.tree.broadcast(prefix, params, is_leaf=ends)
+    except ValueError as error:
+        given = [path for path, _ in jax.tree.leaves_with_path(prefix, is_leaf=ends)]
+        wanted = [path for path, _ in jax.tree.leaves_with_path(params)]
+        missing = [path for path in wanted if not any(path[: len(other)] == other for other in given)]
+        unused = [path for path in given if not any(other[: len(path)] == path for other in wanted)]
+        got = f"nothing for the parameter {_name(missing[0])}" if missing else f"{jax.tree.structure(prefix, is_leaf=ends)}"
+        got += f", and {_name(unused[0])}, which is no parameter" if unused else ""
+        raise ValueError(
+            f"`{argument}` must have the params' tree structure, or be a prefix of it of which each leaf holds for all below; "
+            f"got {got}."
+        ) from error
+    return jax.tree.leaves(whole, is_leaf=ends)
 
 
 def decay_mask(mask: PyTree, params: PyTree) -> None:

@@ -10,7 +10,7 @@ Both lines use the bases and eigenvalues of the step before.
 import jax
 import jax.numpy as jnp
 
-from rekls_jax._types import Eigen, Numerics
+from rekls_jax._types import Eigen, Numerics, Part
 
 
 def bias_corrected_beta(shampoo_beta: float | jax.Array, t: jax.Array) -> jax.Array:
@@ -39,12 +39,14 @@ def inverse_eigenvalues(values: jax.Array, G: jax.Array, eps: float | jax.Array,
 
 
 def update_factor(
-    factor: jax.Array, G: jax.Array, other: Eigen, beta_t: jax.Array, eps: float | jax.Array, numerics: Numerics
+    factor: jax.Array, G: jax.Array, other: Eigen, beta_t: jax.Array, eps: float | jax.Array, numerics: Numerics, part: Part
 ) -> jax.Array:
-    """The line for L, `factor` (m, m), with `other` the decomposition of R. For R pass `G.T` and that of L."""
+    """The line for L (m, m), of which this device has the rows `factor`; `other` is the decomposition of R.
+
+    For R pass `G.T` and the decomposition of L. Each device computes its own rows; the whole comes back, symmetric.
+    """
     n = G.shape[1]
-    half = (G @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))[None, :]
-    gram = half @ half.T
+    half = (part.own(G) @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))[None, :]
+    factor = part.gather(beta_t * factor + (1 - beta_t) / n * (half @ part.gather(half).T))
     # A matrix product may round (i, j) and (j, i) differently; over many steps that would show in the factor.
-    gram = (gram + gram.T) / 2
-    return beta_t * factor + (1 - beta_t) / n * gram
+    return (factor + factor.T) / 2

@@ -3,6 +3,8 @@
 accumulate   L, R from G and the bases of the step before
 decompose    elsewhere: eigh(L), eigh(R)
 apply        update, mu, nu from G and the new bases
+
+A device computes its own part of each; `division` says which that is, on one device all.
 """
 
 from typing import NamedTuple
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 
 from rekls_jax import _eigen, _kl
 from rekls_jax._inner import Inner
-from rekls_jax._types import Eigen, Hyperparameters, MatrixState, Numerics
+from rekls_jax._types import Division, Eigen, Hyperparameters, MatrixState, Numerics, Whole
 
 
 class Rule(NamedTuple):
@@ -23,35 +25,48 @@ class Rule(NamedTuple):
     inner: Inner
 
 
-def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array) -> MatrixState:
-    """`state` with both factors moved on by the gradient."""
+def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, division: Division) -> Whole:
+    """Both factors moved on by the gradient, of which this device has the part `G`, and what they were made from."""
     hyper, numerics = rule.hyper, rule.numerics
+    G = division.rows.gather(division.columns.gather(G, axis=1))
+    left = Eigen(state.eig_L, division.left.gather(state.Q_L))
+    right = Eigen(state.eig_R, division.right.gather(state.Q_R))
     beta_t = _kl.bias_corrected_beta(hyper.shampoo_beta, t)
-    L = _kl.update_factor(state.L, G, state.right, beta_t, hyper.eps, numerics)
-    R = _kl.update_factor(state.R, G.T, state.left, beta_t, hyper.eps, numerics)
-    return state._replace(L=L, R=R)
+    L = _kl.update_factor(state.L, G, right, beta_t, hyper.eps, numerics, division.left)
+    R = _kl.update_factor(state.R, G.T, left, beta_t, hyper.eps, numerics, division.right)
+    return Whole(G, left, right, L, R)
 
 
 def apply(
-    G: jax.Array, state: MatrixState, left: Eigen, right: Eigen, rule: Rule, t: jax.Array
+    whole: Whole, left: Eigen, right: Eigen, state: MatrixState, rule: Rule, t: jax.Array, division: Division
 ) -> tuple[jax.Array, MatrixState]:
-    """The update (m, n), and `state` with the moments moved on and `left`, `right` in the place of the old bases."""
+    """Own part of the update (m, n), and `state` moved on; `left`, `right` are what `eigh` made of the factors."""
     hyper, numerics, nu = rule.hyper, rule.numerics, state.nu
+    left, left_succeeded = _eigen.guard(left, whole.left)
+    right, right_succeeded = _eigen.guard(right, whole.right)
+    failures = jnp.sum(~jnp.stack([left_succeeded, right_succeeded]), dtype=jnp.int32)
     if numerics.carry_second_moment:
-        nu = _eigen.carry_second_moment(nu, (state.left, state.right), (left, right))
+        nu = _eigen.carry_second_moment(nu, (whole.left, whole.right), (left, right), division)
     update, mu, nu = rule.inner(
-        G,
-        state.mu.astype(G.dtype),
+        division.rows.own(division.columns.own(whole.G, axis=1)),
+        state.mu.astype(nu.dtype),
         nu,
-        lambda x: _eigen.project(x, left.vectors, right.vectors),
-        lambda x: _without_dead_rows(_eigen.restore(x, left.vectors, right.vectors), state, numerics),
-        hyper._replace(eps=hyper.eps + _round_off(G, numerics)),
+        lambda x: _eigen.project(x, left, right, division),
+        lambda x: _without_dead_rows(_eigen.restore(x, left, right, division), whole, state.mu, numerics, division),
+        hyper._replace(eps=hyper.eps + _round_off(whole.G, numerics)),
         t,
     )
-    state = state._replace(
-        mu=mu.astype(state.mu.dtype), nu=nu, Q_L=left.vectors, Q_R=right.vectors, eig_L=left.values, eig_R=right.values
+    return update, MatrixState(
+        mu=mu.astype(state.mu.dtype),
+        nu=nu,
+        L=division.left.own(whole.L),
+        R=division.right.own(whole.R),
+        Q_L=division.left.own(left.vectors),
+        Q_R=division.right.own(right.vectors),
+        eig_L=left.values,
+        eig_R=right.values,
+        eigh_failures=state.eigh_failures + failures,
     )
-    return update, state
 
 
 def _round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
@@ -60,7 +75,9 @@ def _round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
     return numerics.round_off_floor * jnp.finfo(G.dtype).eps * norm_over_longer_side
 
 
-def _without_dead_rows(update: jax.Array, state: MatrixState, numerics: Numerics) -> jax.Array:
+def _without_dead_rows(
+    update: jax.Array, whole: Whole, mu: jax.Array, numerics: Numerics, division: Division
+) -> jax.Array:
     """0 in rows and columns that never had a gradient: exact arithmetic gives 0 there, round-off a share of its own.
 
     Their entry on the diagonal of L or R is a sum of squares of zeros, and no momentum is left of a time before L forgot.
@@ -68,7 +85,10 @@ def _without_dead_rows(update: jax.Array, state: MatrixState, numerics: Numerics
     """
     if numerics.round_off_floor == 0:
         return update
-    rows, columns = (
-        (jnp.diag(factor) == 0) & jnp.all(state.mu == 0, axis=axis) for factor, axis in ((state.L, 1), (state.R, 0))
-    )
-    return jnp.where(rows[:, None] | columns[None, :], 0, update)
+    rows, columns = division.rows, division.columns
+    still = mu == 0
+    still_rows = jnp.all(columns.gather(still, axis=1), axis=1)
+    still_columns = jnp.all(rows.gather(still), axis=0)
+    dead_rows = rows.own(jnp.diag(whole.L) == 0) & still_rows
+    dead_columns = columns.own(jnp.diag(whole.R) == 0) & still_columns
+    return jnp.where(dead_rows[:, None] | dead_columns[None, :], 0, update)

@@ -1,49 +1,132 @@
-"""One step over a flat list of matrices: each accumulates, is decomposed, and applied."""
+"""One step over a flat list of parameters: their matrices accumulate, are decomposed, and applied.
 
-from collections.abc import Sequence
+Matrices of equal shape that lie alike go through it together, as one stack.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rekls_jax import _eigen, _matrix_step
+from rekls_jax import _collectives, _eigh_split, _matrix_step, _matrix_view
+from rekls_jax._layout import AxisNames, Layout, Sides
 from rekls_jax._matrix_step import Rule
 from rekls_jax._types import Hyperparameters, MatrixState, Numerics
 
 
+class Leaf(NamedTuple):
+    """A device's part of one parameter: `G` is its gradient or update."""
+
+    G: jax.Array
+    state: MatrixState
+    layout: Layout
+
+
+class Stack(NamedTuple):
+    """A device's part of equal matrices: `G` (k, m, n) is their gradient or update, `state` has k of each field."""
+
+    G: jax.Array
+    state: MatrixState
+    sides: Sides
+
+
 def initial_state(
-    param: jax.Array, numerics: Numerics, dtype: jax.typing.DTypeLike, mu_dtype: jax.typing.DTypeLike
+    param: jax.Array | jax.ShapeDtypeStruct,
+    layout: Layout,
+    numerics: Numerics,
+    dtype: jax.typing.DTypeLike,
+    mu_dtype: jax.typing.DTypeLike,
 ) -> MatrixState:
-    """State of one matrix `param` (m, n) before its first step. No two fields share a buffer: they may be donated."""
-    m, n = param.shape
+    """State before the first step of a device's part `param`. No two fields share a buffer: they may be donated."""
     eigenvalue = numerics.initial_eigenvalue or 0.0  # with None, 0 stands for "not seen yet": see `_kl`
+    stack, sides = tuple(param.shape[axis] for axis in layout.view.batch), layout.sides
+    on_stack = functools.partial(_collectives.varying, names=sides.batch)
+    on_matrix = functools.partial(_collectives.varying, names=sides.batch + sum(sides.rows.names + sides.columns.names, ()))
+
+    def identity(part: _collectives.Part) -> jax.Array:
+        """Own rows of it; the whole is never made."""
+        index = jnp.arange(part.side.size())
+        rows = part.own(index)[:, None] == index[None, :]
+        return on_stack(jnp.broadcast_to(rows, stack + rows.shape)).astype(dtype)
+
+    Q_L, Q_R = (identity(_collectives.Part(side)) for side in (sides.left, sides.right))
     return MatrixState(
-        mu=jnp.zeros_like(param, dtype=mu_dtype),
-        nu=jnp.zeros_like(param, dtype=dtype),
-        L=jnp.zeros((m, m), dtype),
-        R=jnp.zeros((n, n), dtype),
-        Q_L=jnp.eye(m, dtype=dtype),
-        Q_R=jnp.eye(n, dtype=dtype),
-        eig_L=jnp.full(m, eigenvalue, dtype),
-        eig_R=jnp.full(n, eigenvalue, dtype),
-        eigh_failures=jnp.zeros((), jnp.int32),
+        mu=on_matrix(jnp.zeros_like(param, dtype=mu_dtype)),
+        nu=on_matrix(jnp.zeros_like(param, dtype=dtype)),
+        L=jnp.zeros_like(Q_L),
+        R=jnp.zeros_like(Q_R),
+        Q_L=Q_L,
+        Q_R=Q_R,
+        eig_L=on_stack(jnp.full((*stack, sides.left.size()), eigenvalue, dtype)),
+        eig_R=on_stack(jnp.full((*stack, sides.right.size()), eigenvalue, dtype)),
+        eigh_failures=on_stack(jnp.zeros(stack, jnp.int32)),
     )
 
 
-def step(
-    gradients: Sequence[jax.Array], states: Sequence[MatrixState], rule: Rule, count: jax.Array
-) -> tuple[list[jax.Array], list[MatrixState]]:
-    """Updates, each of its gradient's shape, and the states after step number `count` = 1, 2, …"""
-    updates, new_states = [], []
-    for G, old in zip(gradients, states, strict=True):
-        t, matrix_rule = count.astype(G.dtype), rule._replace(hyper=_as_dtype(rule.hyper, G.dtype))
-        state = _matrix_step.accumulate(G, old, matrix_rule, t)
-        left, left_succeeded = _eigen.eigh(state.L, old.left)
-        right, right_succeeded = _eigen.eigh(state.R, old.right)
-        update, state = _matrix_step.apply(G, state, left, right, matrix_rule, t)
-        failures = jnp.sum(~jnp.stack([left_succeeded, right_succeeded]), dtype=jnp.int32)
-        updates.append(update)
-        new_states.append(state._replace(eigh_failures=old.eigh_failures + failures))
-    return updates, new_states
+def step(leaves: Sequence[Leaf], rule: Rule, count: jax.Array, eigh_axes: AxisNames) -> list[Leaf]:
+    """The updates and the states after step number `count` = 1, 2, …
+
+    Each device computes its own part of everything, and its share of the decompositions, divided over `eigh_axes`.
+    """
+    alike: dict[tuple[Sides, jnp.dtype], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        alike.setdefault((leaf.layout.sides, leaf.G.dtype), []).append(i)
+    buckets = [[leaves[i] for i in indices] for indices in alike.values()]
+    moved = map(_unstack, _move([_stack(bucket) for bucket in buckets], rule, count, eigh_axes), buckets)
+    results = {i: leaf for indices, bucket in zip(alike.values(), moved, strict=True) for i, leaf in zip(indices, bucket)}
+    return [results[i] for i in range(len(leaves))]
+
+
+def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, eigh_axes: AxisNames) -> list[Stack]:
+    wholes = [_each(_matrix_step.accumulate, stack, rule, count)(stack.G, stack.state) for stack in stacks]
+    factors = [
+        _eigh_split.Stack(S, stack.sides.batch)
+        for stack, whole in zip(stacks, wholes, strict=True)
+        for S in (whole.L, whole.R)
+    ]
+    eigens = iter(_eigh_split.decompose(factors, eigh_axes))
+    return [
+        Stack(*_each(_matrix_step.apply, stack, rule, count)(whole, next(eigens), next(eigens), stack.state), stack.sides)
+        for stack, whole in zip(stacks, wholes, strict=True)
+    ]
+
+
+def _each(phase: Callable[..., Any], stack: Stack, rule: Rule, count: jax.Array) -> Callable[..., Any]:
+    """`phase` of `_matrix_step`, of each matrix of the stack."""
+    dtype = stack.G.dtype
+    division = _collectives.division(stack.sides)
+    rule = rule._replace(hyper=_as_dtype(rule.hyper, dtype))
+    return jax.vmap(functools.partial(phase, rule=rule, t=count.astype(dtype), division=division))
+
+
+def _stack(leaves: Sequence[Leaf]) -> Stack:
+    """The matrices of leaves that lie alike, one after the other."""
+    each = [_as_matrices(*leaf) for leaf in leaves]
+    G, state = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
+    return Stack(G, state, leaves[0].layout.sides)
+
+
+def _unstack(stack: Stack, leaves: Sequence[Leaf]) -> list[Leaf]:
+    """What came of each leaf, in its shapes."""
+    ends = np.cumsum([leaf.state.eigh_failures.size for leaf in leaves])[:-1]
+    pieces = jax.tree.map(lambda x: jnp.split(x, ends), (stack.G, stack.state))
+    each = [jax.tree.map(lambda x: x[i], pieces, is_leaf=lambda x: isinstance(x, list)) for i in range(len(leaves))]  # noqa: B023
+    return [_as_leaf(*piece, leaf) for piece, leaf in zip(each, leaves, strict=True)]
+
+
+def _as_matrices(G: jax.Array, state: MatrixState, layout: Layout) -> tuple[jax.Array, MatrixState]:
+    axes = len(layout.view.batch)
+    moments = [_matrix_view.to_matrices(x, layout.view) for x in (G, state.mu, state.nu)]
+    return moments[0], MatrixState(*moments[1:], *(x.reshape(-1, *x.shape[axes:]) for x in state[2:]))
+
+
+def _as_leaf(G: jax.Array, state: MatrixState, leaf: Leaf) -> Leaf:
+    moments = [_matrix_view.from_matrices(x, leaf.layout.view, leaf.G.shape) for x in (G, state.mu, state.nu)]
+    others = (x.reshape(old.shape) for x, old in zip(state[2:], leaf.state[2:], strict=True))
+    return Leaf(moments[0], MatrixState(*moments[1:], *others), leaf.layout)
 
 
 def _as_dtype(hyper: Hyperparameters, dtype: jnp.dtype) -> Hyperparameters:

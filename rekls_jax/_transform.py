@@ -1,35 +1,44 @@
 """`scale_by_rekls`: the step as an optax transformation over a tree of matrices."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from rekls_jax import _checks, _inner, _step
+from rekls_jax import _checks, _collectives, _inner, _matrix_view, _mesh, _step
 from rekls_jax._dtype import cast_like, state_dtype
+from rekls_jax._layout import AxisNames, Layout
 from rekls_jax._matrix_step import Rule
+from rekls_jax._matrix_view import DimensionNumbers
+from rekls_jax._mesh import ParamSpecs, Place
 from rekls_jax._types import Hyperparameters, MatrixState, Numerics
 
 INNER = {"adam": _inner.adam, "laprop": _inner.laprop}
+Moved = tuple[list[jax.Array], list[MatrixState]]  # updates, and the states after the step
 
 
 class ReklsState(NamedTuple):
-    """State of `scale_by_rekls`. All but `count` are trees with the structure of the params, a leaf per matrix (m, n).
+    """State of `scale_by_rekls`. All but `count` are trees with the structure of the params.
 
-    float32, or float64 where the parameter is, except where said otherwise.
+    Of a parameter that is a stack of matrices (…, m, n); float32, or float64 where the parameter is, except where said
+    otherwise. `mu` and `nu` have the parameter's shape and lie on a mesh as it does. The rows of `L`, `R`, `Q_L`, `Q_R` are
+    divided over all mesh axes that divide a matrix, or on every device whole where those do not divide them; the stack lies
+    as the parameter's. Eigenvalues and counts are the same on all devices, but those of a stack that is divided.
     """
 
     count: jax.Array  # type: ignore[assignment]  # (), int32: steps taken; optax's name, though tuples have a `count` too
-    mu: optax.Updates  # (m, n), mu_dtype: mean of G (LaProp: of the normalised G), in the parameter's basis
-    nu: optax.Updates  # (m, n): second moment, in the eigenbasis
-    L: optax.Updates  # (m, m): left Kronecker factor, symmetric
-    R: optax.Updates  # (n, n): right Kronecker factor, symmetric
-    Q_L: optax.Updates  # (m, m): eigenvectors of L, as columns
-    Q_R: optax.Updates  # (n, n): eigenvectors of R, as columns
-    eig_L: optax.Updates  # (m,): eigenvalues of L, descending
-    eig_R: optax.Updates  # (n,): eigenvalues of R, descending
-    eigh_failures: optax.Updates  # (), int32: decompositions that gave NaN, so that the basis before was kept
+    mu: optax.Updates  # like the parameter, mu_dtype: mean of G (LaProp: of the normalised G), in the parameter's basis
+    nu: optax.Updates  # like the parameter: second moment, in the eigenbasis
+    L: optax.Updates  # (…, m, m): left Kronecker factor, symmetric
+    R: optax.Updates  # (…, n, n): right Kronecker factor, symmetric
+    Q_L: optax.Updates  # (…, m, m): eigenvectors of L, as columns
+    Q_R: optax.Updates  # (…, n, n): eigenvectors of R, as columns
+    eig_L: optax.Updates  # (…, m): eigenvalues of L, descending
+    eig_R: optax.Updates  # (…, n): eigenvalues of R, descending
+    eigh_failures: optax.Updates  # (…), int32: decompositions that gave NaN, so that the basis before was kept
 
 
 def scale_by_rekls(
@@ -40,7 +49,12 @@ def scale_by_rekls(
     *,
     inner: str = "adam",
     numerics: Numerics = Numerics(),
+    dimension_numbers: DimensionNumbers = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
+    param_specs: ParamSpecs = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    eigh_axes: str | Sequence[str] | None = None,
+    eigh_placement: str = "split",
 ) -> optax.GradientTransformation:
     """Rescale gradients by REKLS: Adam or LaProp in the eigenbases of two Kullback-Leibler Kronecker factors.
 
@@ -50,8 +64,9 @@ def scale_by_rekls(
       A transformation whose state is a `ReklsState` and whose updates point along the gradient (negate them to descend).
 
     Raises:
-      ValueError: an argument out of range; at `init`, a leaf that is no matrix or is empty; at `update`, gradients whose
-        structure or shapes are not the params'.
+      ValueError: an argument out of range; a leaf that is no matrix, or that cannot lie on the mesh as its spec says; at
+        `update`, gradients whose structure or shapes are not the params', or that differ between devices which hold the
+        same part of a parameter.
       TypeError: an argument of the wrong kind; at `init` or `update`, a leaf that is not real floating-point.
     """
     for name, value in {"b1": b1, "b2": b2, "shampoo_beta": shampoo_beta}.items():
@@ -60,39 +75,99 @@ def scale_by_rekls(
     _checks.one_of("inner", inner, INNER)
     _checks.instance_of("numerics", numerics, Numerics)
     _checks.floating_dtype("mu_dtype", mu_dtype)
-
+    _checks.one_of("eigh_placement", eigh_placement, PLACEMENTS)
+    if mesh is not None:
+        _checks.instance_of("mesh", mesh, Mesh, AbstractMesh)
     rule = Rule(Hyperparameters(b1, b2, shampoo_beta, eps), numerics, INNER[inner])
 
+    def survey(what: str, tree: Any) -> tuple[Place, list[Layout]]:
+        """Where this call runs, and how each leaf of `tree` lies there."""
+        leaves = _checks.named_leaves(what, tree)
+        views = _matrix_view.views(dimension_numbers, tree, leaves)
+        for (name, leaf), view in zip(leaves.items(), views, strict=True):
+            _checks.matrix(name, leaf, view)
+        place = _mesh.find(mesh, leaves, specs_given=param_specs is not None)
+        return place, _mesh.layouts(param_specs, tree, leaves, views, place)
+
     def init(params: optax.Params) -> ReklsState:
-        _checks.floating_leaves("Parameter", params)
-        _checks.matrices(params)
+        _checks.floating_leaves("parameter", params)
+        place, layouts = survey("parameter", params)
         leaves, treedef = jax.tree.flatten(params)
-        states = []
-        for leaf in leaves:
-            dtype = state_dtype(leaf.dtype)
-            states.append(_step.initial_state(leaf, numerics, dtype, jax.dtypes.canonicalize_dtype(mu_dtype or dtype)))
-        return _as_tree(jnp.zeros((), jnp.int32), states, treedef)
+        parts = [place.own_part(leaf, layout.specs.mu) for leaf, layout in zip(leaves, layouts, strict=True)]
+
+        def make() -> tuple[jax.Array, list[MatrixState]]:
+            states = []
+            for part, layout in zip(parts, layouts, strict=True):
+                dtype = state_dtype(part.dtype)
+                wanted = jax.dtypes.canonicalize_dtype(mu_dtype or dtype)
+                states.append(_step.initial_state(part, layout, numerics, dtype, wanted))
+            return jnp.zeros((), jnp.int32), states
+
+        specs = PartitionSpec(), [layout.specs for layout in layouts]
+        return _as_tree(*place.run(make, in_specs=(), out_specs=specs), treedef)
 
     def update(
         updates: optax.Updates, state: ReklsState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ReklsState]:
         del params
         _checks.own_state(state, isinstance(state, ReklsState))
-        _checks.floating_leaves("Gradient", updates)
+        _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, state.mu)
+        place, layouts = survey("gradient", updates)
+        axes = place.axes("eigh_axes", eigh_axes)
         gradients, treedef = jax.tree.flatten(updates)
         states = [MatrixState(*fields) for fields in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
         count = optax.safe_increment(state.count)
+        gradients = [G.astype(old.nu.dtype) for G, old in zip(gradients, states, strict=True)]
         with jax.default_matmul_precision(numerics.precision):
-            scaled, states = _step.step(
-                [G.astype(old.nu.dtype) for G, old in zip(gradients, states, strict=True)],
-                states,
-                rule,
-                count,
-            )
+            scaled, states = PLACEMENTS[eigh_placement](rule, count, gradients, states, layouts, place, axes)
         return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef)
 
     return optax.GradientTransformation(init, update)
+
+
+def _split(
+    rule: Rule,
+    count: jax.Array,
+    gradients: list[jax.Array],
+    states: list[MatrixState],
+    layouts: list[Layout],
+    place: Place,
+    eigh_axes: AxisNames,
+) -> Moved:
+    """Each device does its part of the step and its share of the decompositions."""
+
+    def step(count: jax.Array, gradients: list[jax.Array], states: list[MatrixState]) -> Moved:
+        leaves = [_step.Leaf(*leaf) for leaf in zip(gradients, states, layouts, strict=True)]
+        moved = _step.step(leaves, rule, count, eigh_axes)
+        return [leaf.G for leaf in moved], [leaf.state for leaf in moved]
+
+    specs = [layout.specs.mu for layout in layouts], [layout.specs for layout in layouts]
+    return place.run(step, count, gradients, states, in_specs=(PartitionSpec(), *specs), out_specs=specs)
+
+
+def _replicated(
+    rule: Rule,
+    count: jax.Array,
+    gradients: list[jax.Array],
+    states: list[MatrixState],
+    layouts: list[Layout],
+    place: Place,
+    eigh_axes: AxisNames,
+) -> Moved:
+    """The reference's way: every device gathers all, takes the whole step, and slices its own part back out."""
+    del eigh_axes
+    specs = [layout.specs.mu for layout in layouts], [layout.specs for layout in layouts]
+    whole = place.run(
+        lambda *parts: _collectives.gather_all(parts, specs), gradients, states, in_specs=specs, out_specs=PartitionSpec()
+    )
+    moved = _split(rule, count, *whole, [layout.undivided() for layout in layouts], Place({}, None), ())
+    return place.run(
+        lambda *whole: _collectives.own_all(whole, specs), *moved, in_specs=PartitionSpec(), out_specs=specs
+    )
+
+
+PLACEMENTS = {"split": _split, "replicated": _replicated}
 
 
 def _as_tree(count: jax.Array, states: list[MatrixState], treedef: Any) -> ReklsState:

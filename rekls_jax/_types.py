@@ -5,7 +5,7 @@ factors; `Q_L`, `Q_R` their eigenvectors as columns; `eig_L` `(m,)`, `eig_R` `(n
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -20,25 +20,46 @@ class Eigen(NamedTuple):
 
 
 class MatrixState(NamedTuple):
-    """What is kept of one matrix between steps; the same names as `ReklsState`, which holds a tree of each."""
+    """What a device keeps of one matrix between steps; the same names as `ReklsState`, which holds a tree of each."""
 
-    mu: jax.Array  # (m, n)
-    nu: jax.Array  # (m, n)
-    L: jax.Array  # (m, m)
-    R: jax.Array  # (n, n)
-    Q_L: jax.Array  # (m, m)
-    Q_R: jax.Array  # (n, n)
+    mu: jax.Array  # own part of (m, n)
+    nu: jax.Array  # own part of (m, n)
+    L: jax.Array  # own rows of (m, m)
+    R: jax.Array  # own rows of (n, n)
+    Q_L: jax.Array  # own rows of (m, m)
+    Q_R: jax.Array  # own rows of (n, n)
     eig_L: jax.Array  # (m,)
     eig_R: jax.Array  # (n,)
     eigh_failures: jax.Array  # (), int32
 
-    @property
-    def left(self) -> Eigen:
-        return Eigen(self.eig_L, self.Q_L)
 
-    @property
-    def right(self) -> Eigen:
-        return Eigen(self.eig_R, self.Q_R)
+class Whole(NamedTuple):
+    """What every device holds of one matrix during a step."""
+
+    G: jax.Array  # (m, n)
+    left: Eigen  # of L, of the step before
+    right: Eigen  # of R, of the step before
+    L: jax.Array  # (m, m), symmetric, this step's
+    R: jax.Array  # (n, n), symmetric, this step's
+
+
+class Part(Protocol):
+    """A device's part of one axis of an array. On one device both functions are the identity."""
+
+    def gather(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        """The whole array, of which each device has `x`: its part along `axis`."""
+
+    def own(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        """This device's part along `axis` of the whole array `x`."""
+
+
+class Division(NamedTuple):
+    """How one matrix (m, n) and its factors are divided over devices."""
+
+    rows: Part  # of m, in the parameter and its moments
+    columns: Part  # of n, in the parameter and its moments
+    left: Part  # of the rows of L and Q_L
+    right: Part  # of the rows of R and Q_R
 
 
 class Hyperparameters(NamedTuple):

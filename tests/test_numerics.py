@@ -62,10 +62,11 @@ def test_the_update_settles_at_one_size_for_every_gradient_scale(scale):
 @pytest.mark.parametrize("inner", ["adam", "laprop"])
 @pytest.mark.parametrize("shape", [(24, 16), (5, 40)], ids=str)
 def test_updates_do_not_depend_on_the_gradients_scale(shape, inner):
-    # An even power of two changes no rounding, square roots included: what is not equivariant by formula shows.
+    # An even power of two changes no rounding, square roots included: what is not equivariant by formula shows. Not 2**-12:
+    # the null eigenvalues of (24, 16), squared, then come below the smallest normal number, where LAPACK stops iterating.
     tx, stream = scale_by_rekls(eps=0.0, inner=inner), gradients(shape, 20)
     expected, _ = run(tx, stream)
-    for scale in (2.0**-12, 2.0**12):
+    for scale in (2.0**-10, 2.0**12):
         np.testing.assert_array_equal(run(tx, np.float32(scale) * stream)[0], expected)
 
 

@@ -17,14 +17,20 @@ LEVELS = {
     "_eigen": 1,
     "_inner": 1,
     "_kl": 1,
+    "_matrix_view": 1,
     "_matrix_step": 2,
+    "_layout": 3,
+    "_collectives": 4,
+    "_eigh_split": 5,
+    "_mesh": 5,
     "_dtype": 6,
     "_step": 6,
+    "_state_specs": 6,
     "_transform": 7,
     "_alias": 8,
 }
 # What stands for an idea of its own may first appear at this level.
-FIRST = {"optax": 6, "jax.sharding": 3, "jax.lax": 4}
+FIRST = {"optax": 6, "jax.sharding": 3, "jax.lax": 4, "jax.shard_map": 5}
 
 
 def imports(tree):
@@ -65,7 +71,15 @@ def test_a_module_is_short_enough_to_hold_one_idea(name):
 
 
 def test_public_names():
-    assert sorted(rekls_jax.__all__) == ["Numerics", "REFERENCE", "ReklsState", "rekls", "scale_by_rekls"]
+    assert sorted(rekls_jax.__all__) == [
+        "MatrixDimensionNumbers",
+        "Numerics",
+        "REFERENCE",
+        "ReklsState",
+        "rekls",
+        "scale_by_rekls",
+        "state_partition_specs",
+    ]
     assert not {name for name in vars(rekls_jax) if not name.startswith("_")} - set(rekls_jax.__all__)
     for name in rekls_jax.__all__:
         assert inspect.getdoc(getattr(rekls_jax, name))
@@ -84,8 +98,13 @@ def test_defaults():
         "weight_decay_method": "decoupled",
         "inner": "adam",
         "numerics": rekls_jax.Numerics(),
+        "dimension_numbers": None,
         "mu_dtype": None,
         "fallback": None,
+        "param_specs": None,
+        "mesh": None,
+        "eigh_axes": None,
+        "eigh_placement": "split",
     }
     shared = inspect.signature(rekls_jax.scale_by_rekls).parameters
     assert all(p.default == defaults[name] and p.kind == parameters[name].kind for name, p in shared.items())

@@ -1,0 +1,88 @@
+"""What crosses devices: the whole of what each device has a part of, and a device's part of what all have whole.
+
+All of it inside `shard_map`. Without mesh axes each function is the identity: one device needs no path of its own.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from rekls_jax._layout import AxisNames, Side, Sides, axis_names
+from rekls_jax._types import Division
+
+
+def axis_size(names: AxisNames) -> int:
+    """Over how many devices these mesh axes divide."""
+    return math.prod(jax.lax.axis_size(name) for name in names)
+
+
+def gather(x: jax.Array, names: AxisNames, axis: int = 0) -> jax.Array:
+    """The parts of all devices along `names`, one after the other along `axis`; the same on each of them."""
+    return jax.lax.all_gather(x, names, axis=axis, tiled=True, to="invarying") if names else x
+
+
+def own(x: jax.Array, names: AxisNames, axis: int = 0) -> jax.Array:
+    """What `gather` would put at this device's place."""
+    if not names:
+        return x
+    size = x.shape[axis] // axis_size(names)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(names) * size, size, axis)
+
+
+def varying(x: jax.Array, names: AxisNames) -> jax.Array:
+    """`x` typed as one device's part, though made the same on all: a loop over steps wants one type throughout."""
+    names = tuple(name for name in names if name not in varies_over(x))
+    return jax.lax.pcast(x, names, to="varying") if names else x
+
+
+def varies_over(x: jax.Array) -> frozenset[str]:
+    """The mesh axes along which devices may hold different `x`; none is known under `check_vma=False`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+class Part(NamedTuple):
+    """A `rekls_jax._types.Part`: of a side that several array axes make, each divided over its own mesh axes."""
+
+    side: Side
+
+    def gather(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        sizes, names = self.side
+        return self._along(gather, x, axis, [size // axis_size(over) for size, over in zip(sizes, names, strict=True)])
+
+    def own(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        return self._along(own, x, axis, self.side.sizes)
+
+    def _along(self, function: Callable[..., jax.Array], x: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
+        if not any(self.side.names):
+            return x
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        x = x.reshape(*before, *sizes, *after)
+        for i, names in enumerate(self.side.names, start=axis):
+            x = function(x, names, i)
+        return x.reshape(*before, -1, *after)
+
+
+def division(sides: Sides) -> Division:
+    return Division(Part(sides.rows), Part(sides.columns), Part(sides.left), Part(sides.right))
+
+
+def gather_all(arrays: Any, specs: Any) -> Any:
+    """Whole arrays, of which each device has its part under `specs`, a tree of PartitionSpecs like `arrays`."""
+    return _by_spec(gather, arrays, specs)
+
+
+def own_all(arrays: Any, specs: Any) -> Any:
+    """This device's parts of whole arrays."""
+    return _by_spec(own, arrays, specs)
+
+
+def _by_spec(function: Callable[..., jax.Array], arrays: Any, specs: Any) -> Any:
+    def each(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        for axis, names in enumerate(axis_names(spec, x.ndim)):
+            x = function(x, names, axis)
+        return x
+
+    return jax.tree.map(each, arrays, specs)

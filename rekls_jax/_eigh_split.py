@@ -1,0 +1,111 @@
+"""Many symmetric matrices, many devices: who decomposes which, and the exchange of what came out.
+
+Every device enters with all matrices and leaves with all decompositions, having computed its share. Cost of one matrix
+(d, d): d³.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekls_jax import _collectives, _eigen
+from rekls_jax._layout import AxisNames
+from rekls_jax._types import Eigen
+
+
+class Stack(NamedTuple):
+    """Symmetric matrices (k, d, d), the same on all devices but along `batch`, where each device has others."""
+
+    matrices: jax.Array
+    batch: AxisNames
+
+
+class Group(NamedTuple):
+    """`count` matrices (size, size), whose work is divided over the mesh axes `names`."""
+
+    size: int
+    count: int
+    names: AxisNames
+
+
+def assign(groups: Sequence[Group], axis_sizes: Mapping[str, int]) -> list[np.ndarray]:
+    """For each group, which of its matrices each worker decomposes: (workers, slots) indices, -1 for none.
+
+    The largest matrix first, each to the worker with the least to do so far. A worker is one place along the group's
+    `names`; devices that differ only along other axes hold other matrices of the same kind and take the same share.
+    """
+    names = list(axis_sizes)
+    devices = np.arange(np.prod(list(axis_sizes.values()), dtype=int)).reshape(list(axis_sizes.values()))
+    load = np.zeros(devices.size)
+    tables: list[np.ndarray] = [np.empty((0, 0), int)] * len(groups)
+    for i, group in sorted(enumerate(groups), key=lambda item: -item[1].size):
+        order = [names.index(name) for name in group.names]
+        workers = int(np.prod([devices.shape[axis] for axis in order], dtype=int))
+        # The group's axes in its own order, the first the slowest, as `axis_index` counts.
+        workers_devices = np.moveaxis(devices, order, range(len(order))).reshape(workers, -1)
+        shares: list[list[int]] = [[] for _ in range(workers)]
+        for matrix in range(group.count):
+            worker = int(np.argmin(load[workers_devices].max(axis=1)))
+            shares[worker].append(matrix)
+            load[workers_devices[worker]] += group.size**3
+        slots = max(map(len, shares))
+        tables[i] = np.array([share + [-1] * (slots - len(share)) for share in shares])
+    return tables
+
+
+def decompose(stacks: Sequence[Stack], eigh_axes: AxisNames) -> list[Eigen]:
+    """Of each stack, in its order, on every device; NaN where `eigh` fails. Equal sizes travel together."""
+    members: dict[tuple[int, jnp.dtype, AxisNames], list[int]] = {}
+    for i, (matrices, batch) in enumerate(stacks):
+        members.setdefault((matrices.shape[-1], matrices.dtype, batch), []).append(i)
+    groups = [
+        Group(size, sum(len(stacks[i].matrices) for i in indices), tuple(name for name in eigh_axes if name not in batch))
+        for (size, _, batch), indices in members.items()
+    ]
+    tables = assign(groups, {name: _collectives.axis_size((name,)) for name in eigh_axes})
+    merged = [jnp.concatenate([stacks[i].matrices for i in indices]) for indices in members.values()]
+    # All shares before the first exchange: a device without work of one size goes on with the next.
+    shares = [_own_share(S, table, group.names) for S, table, group in zip(merged, tables, groups, strict=True)]
+    results: dict[int, Eigen] = {}
+    for indices, share, table, group in zip(members.values(), shares, tables, groups, strict=True):
+        eigen = _exchange(share, table, group.names)
+        ends = np.cumsum([len(stacks[i].matrices) for i in indices])[:-1]
+        values, vectors = jnp.split(eigen.values, ends), jnp.split(eigen.vectors, ends)
+        results.update(zip(indices, map(Eigen, values, vectors), strict=True))
+    return [results[i] for i in range(len(stacks))]
+
+
+def _own_share(S: jax.Array, table: np.ndarray, names: AxisNames) -> Eigen:
+    """Decompositions of this worker's row of `table`, (slots, …); of any matrix in the place of a -1."""
+    if len(table) == 1:
+        return _each(S)
+    mine = _collectives.own(jnp.asarray(table), names)[0]
+    return _each(S[jnp.maximum(mine, 0)], mine >= 0)
+
+
+def _each(S: jax.Array, wanted: jax.Array | None = None) -> Eigen:
+    """Decompositions of `S` (slots, d, d); anything where not `wanted` (slots,)."""
+    # On a CPU never the batch: its kernel runs it on the threads that simulated devices wait in, and all wait for good.
+    return jax.lax.platform_dependent(S, wanted, cpu=_one_by_one, default=_together)
+
+
+def _one_by_one(S: jax.Array, wanted: jax.Array | None) -> Eigen:
+    def one(i: int) -> Eigen:
+        return _eigen.eigh(S[i]) if wanted is None else jax.lax.cond(wanted[i], _eigen.eigh, lambda S: Eigen(S[0], S), S[i])
+
+    # Unrolled: on one device, cores that are free take several at a time.
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(one, range(len(S))))
+
+
+def _together(S: jax.Array, wanted: jax.Array | None) -> Eigen:
+    return jax.vmap(_eigen.eigh)(S)
+
+
+def _exchange(share: Eigen, table: np.ndarray, names: AxisNames) -> Eigen:
+    """All workers' shares in the order of the matrices, (k, …), the same on every device along `names`."""
+    place = np.empty(table.max() + 1, int)
+    place[table[table >= 0]] = np.flatnonzero(table.ravel() >= 0)
+    return jax.tree.map(lambda x: _collectives.gather(x, names)[place], share)

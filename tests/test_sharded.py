@@ -1,0 +1,143 @@
+"""On many devices the step is that of one device, however parameters lie and whoever opens the `shard_map`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import assert_same
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import EVERY, FEW, MODES, Problem, largest_difference, mesh_of
+
+from rekls_jax import REFERENCE, rekls, state_partition_specs
+
+
+@functools.cache
+def problem_and_answer(names=tuple(EVERY), dtype="float32", **options):
+    problem = Problem(names, dtype, **options)
+    return problem, jax.tree.map(np.asarray, problem.one_device())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "placement"), [("auto", "split"), ("explicit", "split"), ("shard_map", "split"), ("shard_map", "replicated")]
+)
+def test_every_layout_equals_one_device(mode, placement):
+    with jax.enable_x64(True):
+        problem, (params, state) = problem_and_answer(dtype="float64", eps=1e-2)
+        got = problem.many(mode, eigh_placement=placement)
+        assert largest_difference(got[0], params) < 1e-9
+        # Eigenvectors have the sign that LAPACK gave them, on one device as on many; V and L do not depend on it.
+        for field in ("mu", "nu", "L", "R", "eig_L", "eig_R"):
+            assert largest_difference(optax.tree.get(got[1], field), optax.tree.get(state, field)) < 1e-9, field
+
+
+OPTIONS = {
+    "laprop": {"inner": "laprop"},
+    "l2": {"weight_decay": 0.1, "weight_decay_method": "l2"},
+    "reference": {"numerics": REFERENCE, "eps": 1e-2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "option"), [("auto", "laprop"), ("explicit", "l2"), ("shard_map", "reference")])
+def test_options_equal_one_device(mode, option):
+    with jax.enable_x64(True):
+        problem, (params, _) = problem_and_answer(tuple(FEW), "float64", **OPTIONS[option])
+        assert largest_difference(problem.many(mode)[0], params) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["data", ("tp", "data"), ()], ids=str)
+def test_the_work_may_be_divided_over_any_axes(axes):
+    with jax.enable_x64(True):
+        problem, (params, _) = problem_and_answer(tuple(FEW), "float64", eps=1e-2)
+        assert largest_difference(problem.many("auto", eigh_axes=axes)[0], params) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "mode"), [(1, "explicit"), (2, "shard_map"), (4, "auto")])
+def test_any_number_of_devices_equals_one(devices, mode):
+    with jax.enable_x64(True):
+        problem, (params, _) = problem_and_answer(tuple(FEW), "float64", eps=1e-2)
+        assert largest_difference(problem.many(mode, devices)[0], params) < 1e-9
+
+
+@pytest.mark.parametrize("placement", ["split", "replicated"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float32_from_a_cold_start(placement, dtype):
+    problem, (params, _) = problem_and_answer(tuple(FEW), dtype, steps=2)
+    got, state = problem.many("explicit" if placement == "split" else "auto", eigh_placement=placement)
+    move = largest_difference(params, problem.params)
+    # One unit in the last place of a bfloat16 parameter of size 4 is 2**-6.
+    assert largest_difference(got, params) < (1e-2 * move if dtype == "float32" else 2.0**-6)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} <= {"float32", "int32", dtype}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 4, 2, 1])
+def test_replicated_equals_one_device_bit_for_bit(devices):
+    names = ("rows", "columns", "tall", "wide", "replicated")
+    problem = Problem(names, numerics=REFERENCE, steps=5)
+    assert_same(problem.many("auto", devices, jit=False, eigh_placement="replicated"), problem.one_device(jit=False))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicated_equals_one_device_under_jit(mode):
+    problem, (params, _) = problem_and_answer(("rows", "columns"), numerics=REFERENCE, eps=1e-2)
+    got, _ = problem.many(mode, eigh_placement="replicated")
+    assert largest_difference(got, params) <= 1e-6 * max(np.abs(x).max() for x in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "shard_map"])
+def test_copies_stay_bit_equal(mode):
+    problem = Problem(FEW, steps=1)
+    problem.stream *= 100
+    for leaf in jax.tree.leaves(problem.many(mode)):
+        copies: dict[str, list[np.ndarray]] = {}
+        for shard in leaf.addressable_shards:
+            copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        for first, *others in copies.values():
+            for other in others:
+                np.testing.assert_array_equal(first, other)
+
+
+def test_one_optimizer_inside_and_outside():
+    problem, (params, _) = problem_and_answer(("rows", "stack"), eps=1e-2)
+    mesh = mesh_of(8)
+    tx = rekls(0.1, param_specs=problem.specs, mesh=mesh, **problem.options)
+    specs = state_partition_specs(tx, problem.params, problem.specs)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    inside = jax.shard_map(
+        lambda G, state, params: tx.update(G, state, params),
+        mesh=mesh,
+        in_specs=(problem.specs, specs, problem.specs),
+        out_specs=(problem.specs, specs),
+    )
+    got, state = problem.params, jax.jit(tx.init, out_shardings=shardings)(problem.params)
+    for G, update in zip(problem.stream, [tx.update, inside, tx.update], strict=True):
+        updates, state = jax.jit(update, out_shardings=(None, shardings))(G, state, got)
+        got = optax.apply_updates(got, updates)
+    assert largest_difference(got, params) < 1e-3
+
+
+def test_a_loop_over_steps_inside_shard_map():
+    problem, (params, _) = problem_and_answer(("rows", "replicated"), eps=1e-2)
+    tx = rekls(0.1, param_specs=problem.specs, **problem.options)
+
+    def train(params, stream):
+        def step(carry, G):
+            updates, state = tx.update(G, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), stream)[0][0]
+
+    stream = jax.tree.map(lambda *G: jnp.stack(G), *problem.stream)
+    stacked = jax.tree.map(lambda spec: P(None, *spec), problem.specs)
+    train = jax.shard_map(train, mesh=mesh_of(8), in_specs=(problem.specs, stacked), out_specs=problem.specs)
+    assert largest_difference(jax.jit(train)(problem.params, stream), params) < 1e-3
