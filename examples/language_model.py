@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 VOCABULARY = 256
 MOST_BYTES = 16_000_000
@@ -49,6 +50,18 @@ def loss(model: Transformer, params: optax.Params, tokens: jax.Array) -> jax.Arr
     """Mean loss in nats per byte of predicting each of `tokens` (batch, length) but the first from those before it."""
     logits = model.apply(params, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def param_specs(params: optax.Params) -> optax.Params:
+    """How the parameters lie on a mesh (data, tensor): a layer that widens is divided by columns, the next one by rows."""
+
+    def spec(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.Array) -> P:
+        layer = path[-2].key
+        if leaf.ndim == 1:
+            return P("tensor") if layer == "up" else P()
+        return P("tensor", None) if layer in ("out", "down") else P(None, "tensor")
+
+    return jax.tree.map_with_path(spec, params)
 
 
 def standard_library() -> Path:

@@ -3,6 +3,9 @@
 python examples/train_lm.py                      # REKLS on the Python standard library's own source files
 python examples/train_lm.py --compare            # REKLS and AdamW after one another, both curves in one picture
 python examples/train_lm.py --text my_notes/     # your text
+python examples/train_lm.py --devices 8 --tensor-parallel 4     # model and optimizer divided, data 2 x tensor 4
+
+Several hosts: start it on each with --coordinator HOST:PORT --num-processes N --process-id I.
 """
 
 import argparse
@@ -18,19 +21,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import devices
 import jax
 import language_model as lm
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from rekls_jax import REFERENCE, rekls
+from rekls_jax import REFERENCE, rekls, state_partition_specs
 
 # b1 = 0.9 and b2 = 0.95 for all: the defaults of `rekls`.
 OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] = {
-    "rekls": lambda lr: rekls(lr),
-    "reference": lambda lr: rekls(lr, numerics=REFERENCE),
+    "rekls": lambda lr: rekls(lr, param_specs=lm.param_specs),
+    "reference": lambda lr: rekls(lr, numerics=REFERENCE, param_specs=lm.param_specs),
     "adamw": lambda lr: optax.adamw(lr, b1=0.9, b2=0.95, weight_decay=0.01),
     "muon": lambda lr: optax.contrib.muon(lr, adam_b1=0.9, adam_b2=0.95, weight_decay=0.01),
 }
@@ -48,15 +53,20 @@ class Run:
     losses: list[float] = dataclasses.field(default_factory=list)
     milliseconds: list[float] = dataclasses.field(default_factory=list)
     validation: dict[int, float] = dataclasses.field(default_factory=dict)  # steps taken -> loss
+    devices: str = ""
 
 
 class Interrupt:
-    """While entered, Ctrl-C asks for an end after the running step; a second Ctrl-C ends at once."""
+    """While entered, Ctrl-C asks for an end after the running step; a second Ctrl-C ends at once.
+
+    Not where there are several processes: the others would wait for the one that stopped.
+    """
 
     asked = False
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._ask)
+        handler = self._ask if jax.process_count() == 1 else signal.default_int_handler
+        self._before = signal.signal(signal.SIGINT, handler)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -72,19 +82,33 @@ def make_model(options: argparse.Namespace) -> lm.Transformer:
     return lm.Transformer(options.width, options.layers, options.heads, options.context)
 
 
-def start(run: Run, model: lm.Transformer, options: argparse.Namespace) -> TrainState:
+def start(run: Run, model: lm.Transformer, options: argparse.Namespace, mesh: Mesh) -> tuple[TrainState, TrainState]:
+    """The state of step 0, no array of it ever whole where it is divided; and how it lies, as a tree of shardings."""
     warm_up = max(1, options.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(0.0, run.learning_rate, warm_up, max(options.steps, warm_up + 1))
-    params = model.init(jax.random.key(options.seed), np.zeros((1, options.context), np.int32))
-    return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZERS[run.optimizer](schedule))
+    tx = OPTIMIZERS[run.optimizer](schedule)
+
+    def create() -> TrainState:
+        params = model.init(jax.random.key(options.seed), np.zeros((1, options.context), np.int32))
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    shapes = jax.eval_shape(create)
+    specs = shapes.replace(
+        step=PartitionSpec(),
+        params=lm.param_specs(shapes.params),
+        opt_state=state_partition_specs(tx, shapes.params, lm.param_specs),
+    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return jax.jit(create, out_shardings=shardings)(), shardings
 
 
-def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: Interrupt) -> Run:
+def train(name: str, options: argparse.Namespace, text: np.ndarray, mesh: Mesh, interrupt: Interrupt) -> Run:
     run = Run(name, LEARNING_RATES[name] if options.lr is None else options.lr)
     model = make_model(options)
-    state = start(run, model, options)
+    state, shardings = start(run, model, options, mesh)
     training, validation = lm.split(text, options.context)
     held_out = lm.batch(validation, 8 * options.batch_size, options.context, np.random.default_rng(0))
+    held_out = devices.place(held_out, mesh, "data")
     rng = np.random.default_rng(options.seed)
 
     loss_of = functools.partial(lm.loss, model)
@@ -94,16 +118,17 @@ def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: I
         return state.apply_gradients(grads=gradients), loss
 
     # Compiled ahead, so that no step's time is the compiler's.
+    everywhere, over_data = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     compiled = (
-        jax.jit(step, donate_argnums=0)
-        .lower(state, jax.ShapeDtypeStruct((options.batch_size, options.context + 1), np.int32))
+        jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
+        .lower(state, jax.ShapeDtypeStruct((options.batch_size, options.context + 1), np.int32, sharding=over_data))
         .compile()
     )
-    evaluate = jax.jit(loss_of)
+    evaluate = jax.jit(loss_of, out_shardings=everywhere)
     form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
-    with tqdm(total=options.steps, desc=f"{name:>9}", bar_format=form, file=sys.stderr) as bar:
+    with tqdm(total=options.steps, desc=f"{name:>9}", bar_format=form, file=sys.stderr, disable=is_helper()) as bar:
         for taken in range(1, options.steps + 1):
-            tokens = lm.batch(training, options.batch_size, options.context, rng)
+            tokens = devices.place(lm.batch(training, options.batch_size, options.context, rng), mesh, "data")
             begin = time.perf_counter()
             state, loss = compiled(state, tokens)
             run.losses.append(float(loss))
@@ -119,8 +144,14 @@ def train(name: str, options: argparse.Namespace, text: np.ndarray, interrupt: I
                 break
     if diverged:
         print(f"{name} diverged: the loss was {run.losses[-1]} at step {taken}. Try a smaller --lr.")
-    run.params = state.params
+    run.params = devices.whole(state.params, mesh)
+    run.devices = devices.report(state.opt_state, mesh, statistics.median(run.milliseconds))
     return run
+
+
+def is_helper() -> bool:
+    """Whether another process prints and writes."""
+    return jax.process_index() > 0
 
 
 def write_metrics(runs: list[Run], path: Path) -> None:
@@ -177,7 +208,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the parameters, the batches and the sample; default: %(default)s")
     out = "for metrics.csv, loss.png and sample.txt, overwritten; default: %(default)s"
     add("--out", type=Path, default=Path("runs/train_lm"), metavar="FOLDER", help=out)
+    devices.add_arguments(parser)
     options = parser.parse_args(arguments)
+    devices.check(options)
     for name in ("steps", "width", "layers", "heads", "context", "batch_size"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
@@ -187,6 +220,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise ValueError("--compare trains rekls and adamw: leave out --optimizer")
     if options.width % options.heads:
         raise ValueError(f"--width must be divisible by --heads, got {options.width} and {options.heads}")
+    if options.width % options.tensor_parallel:
+        given = f"{options.width} and {options.tensor_parallel}"
+        raise ValueError(f"--width must be divisible by --tensor-parallel, got {given}")
+    copies = options.devices // options.tensor_parallel
+    if options.batch_size % copies:
+        raise ValueError(f"--batch-size must be divisible by the {copies} copies of the model, got {options.batch_size}")
     if options.lr is not None and not 0 < options.lr < float("inf"):
         raise ValueError(f"--lr must be a number above 0, got {options.lr}")
     return options
@@ -204,6 +243,8 @@ def report(runs: list[Run], options: argparse.Namespace, text: np.ndarray) -> No
             f"{run.optimizer}, learning rate {run.learning_rate:g}: validation loss {final(run):.3f} nats per byte after "
             f"{len(run.losses)} steps, {statistics.median(run.milliseconds):.0f} ms per step"
         )
+        if options.devices > 1:
+            print(run.devices)
     print(f"metrics.csv, loss.png and sample.txt are in {options.out}")
 
 
@@ -215,13 +256,16 @@ def main(arguments: list[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out must be a folder that can be made, got {options.out}: {error.strerror}") from error
-    print(f"{len(text):,} bytes of text from {options.text or lm.standard_library()}")
+    mesh = devices.start(options)
+    if not is_helper():
+        print(f"{len(text):,} bytes of text from {options.text or lm.standard_library()}")
     runs: list[Run] = []
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, jax.set_mesh(mesh):
         for name in ("rekls", "adamw") if options.compare else (options.optimizer or "rekls",):
-            runs.append(train(name, options, text, interrupt))
+            runs.append(train(name, options, text, mesh, interrupt))
             if interrupt.asked:
                 break
+    if not is_helper():
         report(runs, options, text)
     return 130 if interrupt.asked else 0
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import assert_same, rekls_states
+from cases import assert_same, rekls_states, rms
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import EVERY, FEW, MODES, Problem, largest_difference, mesh_of
@@ -37,8 +37,8 @@ def test_every_layout_equals_one_device(mode, placement):
 
 
 OPTIONS = {
-    "laprop": {"inner": "laprop"},
-    "l2": {"weight_decay": 0.1, "weight_decay_method": "l2"},
+    "laprop": {"inner": "laprop", "eps": 1e-2},
+    "l2": {"weight_decay": 0.1, "weight_decay_method": "l2", "eps": 1e-2},
     "reference": {"numerics": REFERENCE, "eps": 1e-2},
 }
 
@@ -67,16 +67,27 @@ def test_any_number_of_devices_equals_one(devices, mode):
         assert largest_difference(problem.many(mode, devices)[0], params) < 1e-9
 
 
-@pytest.mark.parametrize("placement", ["split", "replicated"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_float32_from_a_cold_start(placement, dtype):
-    problem, (params, _) = problem_and_answer(tuple(FEW), dtype, steps=2)
-    got, state = problem.many("explicit" if placement == "split" else "auto", eigh_placement=placement)
-    move = largest_difference(params, problem.params)
-    # One unit in the last place of a bfloat16 parameter of size 4 is 2**-6.
-    assert largest_difference(got, params) < (1e-2 * move if dtype == "float32" else 2.0**-6)
-    assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} <= {"float32", "int32", dtype}
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_float32_from_a_cold_start(mode):
+    # Off the diagonal the first update is round-off over (round-off + floor): on one device a gradient that differs by one
+    # unit in the last place moves parameters by up to 2.9 % of the largest move, 0.6 % in the root mean square.
+    problem, (params, _) = problem_and_answer(("rows", "columns", "replicated"), steps=5)
+    got, state = problem.many(mode)
+    for name in params:
+        move = np.abs(params[name] - problem.params[name]).max()
+        assert rms(got[name] - params[name]) < 1e-2 * move
+        assert largest_difference(got[name], params[name]) < 3e-2 * move
+
+
+@pytest.mark.slow
+def test_bfloat16_parameters():
+    problem, (params, _) = problem_and_answer(tuple(FEW), "bfloat16")
+    got, state = problem.many("explicit")
+    assert largest_difference(got, params) <= 2.0**-6  # one unit in the last place of 2 to 4
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(got)} == {"bfloat16"}
+    (state,) = rekls_states(state)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
 
 
 @pytest.mark.slow
@@ -109,7 +120,7 @@ def test_copies_stay_bit_equal(mode):
 
 
 def test_one_optimizer_inside_and_outside():
-    problem, (params, _) = problem_and_answer(("rows", "stack"), eps=1e-2)
+    problem, (params, _) = problem_and_answer(("rows", "stack"), eps=1e-2, steps=3)
     mesh = mesh_of(8)
     tx = rekls(0.1, param_specs=problem.specs, mesh=mesh, **problem.options)
     specs = state_partition_specs(tx, problem.params, problem.specs)
