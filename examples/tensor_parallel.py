@@ -41,7 +41,9 @@ def with_shard_map(mesh: Mesh, steps: int, max_norm: float = 1.0) -> list[float]
 
     def global_norm(gradients: optax.Params) -> jax.Array:
         """Of whole gradients. `optax.clip_by_global_norm` would take the norm of each device's part."""
-        squares = {name: jax.lax.psum(jnp.sum(G**2), [axis for axis in SPECS[name] if axis]) for name, G in gradients.items()}
+        squares = {
+            name: jax.lax.psum(jnp.sum(G**2), [axis for axis in SPECS[name] if axis]) for name, G in gradients.items()
+        }
         return jnp.sqrt(sum(squares.values()))
 
     def step(params: optax.Params, state: optax.OptState, x: jax.Array, y: jax.Array) -> Moved:

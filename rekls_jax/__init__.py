@@ -6,4 +6,12 @@ from rekls_jax._state_specs import state_partition_specs
 from rekls_jax._transform import ReklsState, scale_by_rekls
 from rekls_jax._types import REFERENCE, Numerics
 
-__all__ = ["REFERENCE", "MatrixDimensionNumbers", "Numerics", "ReklsState", "rekls", "scale_by_rekls", "state_partition_specs"]
+__all__ = [
+    "REFERENCE",
+    "MatrixDimensionNumbers",
+    "Numerics",
+    "ReklsState",
+    "rekls",
+    "scale_by_rekls",
+    "state_partition_specs",
+]

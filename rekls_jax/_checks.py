@@ -47,7 +47,7 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
 
 def instance_of(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, kinds):
-        expected = " or a ".join(kind.__name__ for kind in kinds)
+        expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"`{name}` must be a {expected}, got {value!r} of type {type(value).__name__}.")
 
 
@@ -104,7 +104,7 @@ def averaged(name: str, varies_over: Collection[str], spec_axes: Collection[str]
         )
 
 
-def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: type, is_leaf: Callable[[Any], bool]) -> list[Any]:
+def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
     """For each leaf of `params` that of `prefix`, a tree like it or a prefix of it, whose leaves are of `kind` or None."""
 
     def ends(node: Any) -> bool:
@@ -115,7 +115,7 @@ def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: type, is_leaf
     for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=ends):
         if not ends(leaf):
             raise TypeError(
-                f"`{argument}` must be a tree of {kind.__name__}, or a callable that makes one, got {leaf!r} at {_name(path)}."
+                f"`{argument}` must be a tree of {kind}, or a callable that makes one, got {leaf!r} at {_name(path)}."
             )
     try:
         whole = jax.tree.broadcast(prefix, params, is_leaf=ends)

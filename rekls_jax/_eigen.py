@@ -32,9 +32,7 @@ def restore(x: jax.Array, left: Eigen, right: Eigen, division: Division) -> jax.
     return _between(left.vectors, x, right.vectors.T, division)
 
 
-def carry_second_moment(
-    nu: jax.Array, old: tuple[Eigen, Eigen], new: tuple[Eigen, Eigen], division: Division
-) -> jax.Array:
+def carry_second_moment(nu: jax.Array, old: tuple[Eigen, Eigen], new: tuple[Eigen, Eigen], division: Division) -> jax.Array:
     """`(A*A) V (B*B)^T` with `A = Q_L_new^T Q_L_old`, `B = Q_R_new^T Q_R_old`, (m, n). Own part of own part.
 
     The variance of independent entries under a change of basis: A*A and B*B are doubly stochastic, so that V stays

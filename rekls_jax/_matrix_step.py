@@ -75,9 +75,7 @@ def _round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
     return numerics.round_off_floor * jnp.finfo(G.dtype).eps * norm_over_longer_side
 
 
-def _without_dead_rows(
-    update: jax.Array, whole: Whole, mu: jax.Array, numerics: Numerics, division: Division
-) -> jax.Array:
+def _without_dead_rows(update: jax.Array, whole: Whole, mu: jax.Array, numerics: Numerics, division: Division) -> jax.Array:
     """0 in rows and columns that never had a gradient: exact arithmetic gives 0 there, round-off a share of its own.
 
     Their entry on the diagonal of L or R is a sum of squares of zeros, and no momentum is left of a time before L forgot.

@@ -44,7 +44,7 @@ def views(dimension_numbers: DimensionNumbers, params: Any, names: Iterable[str]
         numbers = [MatrixDimensionNumbers() if leaf.ndim == 2 else None for leaf in leaves]
     else:
         tree = dimension_numbers(params) if callable(dimension_numbers) else dimension_numbers
-        numbers = _checks.broadcast("dimension_numbers", tree, params, MatrixDimensionNumbers, _is_numbers)
+        numbers = _checks.broadcast("dimension_numbers", tree, params, "MatrixDimensionNumbers", _is_numbers)
     return [
         _view(name, leaf.shape, given) if given is not None and leaf.size > 0 else None
         for name, leaf, given in zip(names, leaves, numbers, strict=True)
@@ -62,7 +62,9 @@ def _view(what: str, shape: tuple[int, ...], numbers: MatrixDimensionNumbers) ->
     ]
     for axes in sides:
         if not axes or not all(type(axis) is int and -len(shape) <= axis < len(shape) for axis in axes):
-            raise ValueError(f"`dimension_numbers` must name axes of the array, at least one as each of rows and columns; {given}")
+            raise ValueError(
+                f"`dimension_numbers` must name axes of the array, at least one as each of rows and columns; {given}"
+            )
     rows, columns = (tuple(axis % len(shape) for axis in axes) for axes in sides)
     if len(set(rows + columns)) < len(rows + columns):
         raise ValueError(f"`dimension_numbers` must name an axis at most once; {given}")

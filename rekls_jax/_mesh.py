@@ -26,9 +26,7 @@ class Place(NamedTuple):
         if self.mesh is None:
             return function(*arguments)
         entered = not jax.sharding.get_abstract_mesh().empty
-        divided = jax.shard_map(
-            function, mesh=None if entered else self.mesh, in_specs=in_specs, out_specs=out_specs
-        )
+        divided = jax.shard_map(function, mesh=None if entered else self.mesh, in_specs=in_specs, out_specs=out_specs)
         # Outside `jit`, `shard_map` would compile every operation of every call.
         return jax.jit(divided)(*arguments)
 
@@ -43,9 +41,11 @@ class Place(NamedTuple):
         if given is None:
             return tuple(self.axis_sizes)
         names = (given,) if isinstance(given, str) else tuple(given)
-        if not set(names) <= set(self.axis_sizes):
+        if not set(names) <= set(self.axis_sizes) or len(set(names)) < len(names):
             axes = ", ".join(map(repr, self.axis_sizes)) or "none"
-            raise ValueError(f"`{argument}` must name axes of the mesh, got {given!r}; the axes at hand are: {axes}.")
+            raise ValueError(
+                f"`{argument}` must name axes of the mesh, each once, got {given!r}; the axes at hand are: {axes}."
+            )
         return names
 
     @property
@@ -95,7 +95,7 @@ def layouts(
 def broadcast_specs(param_specs: ParamSpecs, params: Any) -> list[PartitionSpec]:
     """One for each leaf of `params`; None stands for that of an array that is the same on all devices."""
     tree = param_specs(params) if callable(param_specs) else param_specs
-    specs = _checks.broadcast("param_specs", tree, params, PartitionSpec, lambda x: isinstance(x, PartitionSpec))
+    specs = _checks.broadcast("param_specs", tree, params, "PartitionSpecs", lambda x: isinstance(x, PartitionSpec))
     for spec in specs:
         if spec is not None and PartitionSpec.UNCONSTRAINED in spec:
             raise ValueError(f"`param_specs` must name mesh axes or None, got {spec}.")

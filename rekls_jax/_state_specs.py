@@ -56,7 +56,9 @@ def _mesh_of(tx: optax.GradientTransformation, params: optax.Params) -> AnyMesh:
         for mesh in meshes():
             if mesh is not None and not mesh.empty:
                 return mesh
-    raise ValueError("There is no mesh: call under `jax.set_mesh(mesh)`, or give the optimizer its `mesh` and `param_specs`.")
+    raise ValueError(
+        "There is no mesh: call under `jax.set_mesh(mesh)`, or give the optimizer its `mesh` and `param_specs`."
+    )
 
 
 def _meshes_made(tx: optax.GradientTransformation, shapes: optax.Params) -> list[AnyMesh]:

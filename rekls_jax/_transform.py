@@ -87,6 +87,7 @@ def scale_by_rekls(
         for (name, leaf), view in zip(leaves.items(), views, strict=True):
             _checks.matrix(name, leaf, view)
         place = _mesh.find(mesh, leaves, specs_given=param_specs is not None)
+        place.axes("eigh_axes", eigh_axes)  # for its errors
         return place, _mesh.layouts(param_specs, tree, leaves, views, place)
 
     def init(params: optax.Params) -> ReklsState:
@@ -162,9 +163,7 @@ def _replicated(
         lambda *parts: _collectives.gather_all(parts, specs), gradients, states, in_specs=specs, out_specs=PartitionSpec()
     )
     moved = _split(rule, count, *whole, [layout.undivided() for layout in layouts], Place({}, None), ())
-    return place.run(
-        lambda *whole: _collectives.own_all(whole, specs), *moved, in_specs=PartitionSpec(), out_specs=specs
-    )
+    return place.run(lambda *whole: _collectives.own_all(whole, specs), *moved, in_specs=PartitionSpec(), out_specs=specs)
 
 
 PLACEMENTS = {"split": _split, "replicated": _replicated}
