@@ -107,8 +107,8 @@ def train(name: str, options: argparse.Namespace, text: np.ndarray, mesh: Mesh, 
     model = make_model(options)
     state, shardings = start(run, model, options, mesh)
     training, validation = lm.split(text, options.context)
-    held_out = lm.batch(validation, 8 * options.batch_size, options.context, np.random.default_rng(0))
-    held_out = devices.place(held_out, mesh, "data")
+    windows = lm.batch(validation, 8 * options.batch_size, options.context, np.random.default_rng(0))
+    held_out = devices.place(windows, mesh, "data")
     rng = np.random.default_rng(options.seed)
 
     loss_of = functools.partial(lm.loss, model)

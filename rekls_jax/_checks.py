@@ -87,20 +87,19 @@ def named_leaves(what: str, tree: PyTree) -> dict[str, Any]:
     return {f"{what} {_name(path)}": leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def matrix(name: str, leaf: Any, view: Any) -> None:
-    if view is None:
-        raise ValueError(
-            f"`scale_by_rekls` takes matrices with at least one entry, 2-D or named by `dimension_numbers`, got the {name} "
-            f"of shape {leaf.shape}. `rekls` sends all other leaves to its `fallback`."
-        )
+def no_matrix(name: str, leaf: Any) -> ValueError:
+    return ValueError(
+        f"`scale_by_rekls` takes matrices with at least one entry, 2-D or named by `dimension_numbers`, got the {name} "
+        f"of shape {leaf.shape}. `rekls` sends all other leaves to its `fallback`."
+    )
 
 
 def averaged(name: str, varies_over: Collection[str], spec_axes: Collection[str], spec: Any) -> None:
     """No device may go its own way with a part that others hold too."""
     for axis in sorted(set(varies_over) - set(spec_axes)):
         raise ValueError(
-            f"The {name} varies over the mesh axis {axis!r}, over which its spec, {spec}, does not divide it. A gradient must "
-            f"be averaged there first, `jax.lax.pmean(gradients, {axis!r})`; a divided parameter needs its `param_specs`."
+            f"The {name} varies over the mesh axis {axis!r}, over which its spec, {spec}, does not divide it. A gradient "
+            f"must be averaged there first, `jax.lax.pmean(gradients, {axis!r})`; a divided parameter needs `param_specs`."
         )
 
 
@@ -127,8 +126,8 @@ def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: str, is_leaf:
         got = f"nothing for the parameter {_name(missing[0])}" if missing else f"{jax.tree.structure(prefix, is_leaf=ends)}"
         got += f", and {_name(unused[0])}, which is no parameter" if unused else ""
         raise ValueError(
-            f"`{argument}` must have the params' tree structure, or be a prefix of it of which each leaf holds for all below; "
-            f"got {got}."
+            f"`{argument}` must have the params' tree structure, or be a prefix of it of which each leaf holds for all "
+            f"below; got {got}."
         ) from error
     return jax.tree.leaves(whole, is_leaf=ends)
 

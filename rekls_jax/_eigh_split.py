@@ -24,10 +24,10 @@ class Stack(NamedTuple):
 
 
 class Group(NamedTuple):
-    """`count` matrices (size, size), whose work is divided over the mesh axes `names`."""
+    """`number` matrices (size, size), whose work is divided over the mesh axes `names`."""
 
     size: int
-    count: int
+    number: int
     names: AxisNames
 
 
@@ -47,7 +47,7 @@ def assign(groups: Sequence[Group], axis_sizes: Mapping[str, int]) -> list[np.nd
         # The group's axes in its own order, the first the slowest, as `axis_index` counts.
         workers_devices = np.moveaxis(devices, order, range(len(order))).reshape(workers, -1)
         shares: list[list[int]] = [[] for _ in range(workers)]
-        for matrix in range(group.count):
+        for matrix in range(group.number):
             worker = int(np.argmin(load[workers_devices].max(axis=1)))
             shares[worker].append(matrix)
             load[workers_devices[worker]] += group.size**3

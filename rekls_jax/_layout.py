@@ -37,17 +37,18 @@ class Sides(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Of one parameter. `specs` holds the PartitionSpec of each field of its state; that of `mu` is the parameter's own."""
+    """Of one parameter."""
 
     view: View
     sides: Sides
-    specs: MatrixState
+    specs: Any  # a MatrixState of PartitionSpecs; that of `mu` is the parameter's own
 
     def undivided(self) -> "Layout":
         """Of the same parameter where every device holds it whole."""
         rows, columns = (Side((side.size(),), ((),)) for side in (self.sides.rows, self.sides.columns))
-        specs: Any = MatrixState(*(PartitionSpec() for _ in self.specs))
-        return Layout(self.view, Sides((), rows, columns, rows, columns), specs)
+        return Layout(
+            self.view, Sides((), rows, columns, rows, columns), self.specs._make(len(self.specs) * [PartitionSpec()])
+        )
 
 
 def layout(shape: tuple[int, ...], view: View, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> Layout:
@@ -62,13 +63,16 @@ def layout(shape: tuple[int, ...], view: View, spec: PartitionSpec, axis_sizes: 
     like_param = PartitionSpec(*(over or None for over in names))
     on_left, on_right = (PartitionSpec(*stack, side.names[0] or None, None) for side in (left, right))
     values, counts = PartitionSpec(*stack, None), PartitionSpec(*stack)
-    specs: Any = MatrixState(like_param, like_param, on_left, on_right, on_left, on_right, values, values, counts)
-    return Layout(view, Sides(sum((names[axis] for axis in view.batch), ()), rows, columns, left, right), specs)
+    specs: list[Any] = [like_param, like_param, on_left, on_right, on_left, on_right, values, values, counts]
+    return Layout(
+        view, Sides(sum((names[axis] for axis in view.batch), ()), rows, columns, left, right), MatrixState(*specs)
+    )
 
 
 def _side(axes: list[tuple[int, AxisNames]]) -> Side:
     """Of these array axes. One that nothing divides joins the one before it: matrices that lie alike must look alike."""
-    sizes, over = [1], [()]
+    sizes: list[int] = [1]
+    over: list[AxisNames] = [()]
     for size, names in axes:
         if names:
             sizes.append(size)

@@ -82,7 +82,7 @@ def _same_mesh(what: str, other: AnyMesh, chosen: AnyMesh) -> None:
 
 
 def layouts(
-    param_specs: ParamSpecs, params: Any, leaves: Mapping[str, Any], views: Sequence[View], place: Place
+    param_specs: ParamSpecs, params: Any, leaves: Mapping[str, Any], views: Sequence[View | None], place: Place
 ) -> list[Layout]:
     """Of each leaf of `params`: as `param_specs` says, or its own type on a mesh whose axes are Explicit."""
     given = [None] * len(leaves) if param_specs is None else broadcast_specs(param_specs, params)
@@ -102,7 +102,9 @@ def broadcast_specs(param_specs: ParamSpecs, params: Any) -> list[PartitionSpec]
     return [PartitionSpec() if spec is None else spec for spec in specs]
 
 
-def _layout_of(what: str, leaf: Any, view: View, given: PartitionSpec | None, place: Place) -> Layout:
+def _layout_of(what: str, leaf: Any, view: View | None, given: PartitionSpec | None, place: Place) -> Layout:
+    if view is None:
+        raise _checks.no_matrix(what, leaf)
     typed = _explicit_spec(leaf) if place.mesh is not None else None
     spec = given if given is not None else typed or PartitionSpec()
     _layout.check_names(what, leaf.ndim, spec, place.axis_sizes)

@@ -21,8 +21,7 @@ def state_partition_specs(tx: optax.GradientTransformation, params: optax.Params
       params: arrays or `jax.ShapeDtypeStruct`, as they are outside `shard_map`.
       param_specs: a tree of PartitionSpecs like `params`, a prefix of it, or a callable that makes one from `params`.
 
-    The mesh, for the sizes of its axes, is that of `jax.set_mesh`, or else the one that `params` lie on, or else the one that
-    `tx` was given.
+    The sizes of the mesh's axes come from `jax.set_mesh`, else from where `params` lie, else from the `mesh` of `tx`.
 
     Returns:
       A tree with the structure of `tx.init(params)`, a full-length PartitionSpec for each array.

@@ -76,7 +76,7 @@ def step(leaves: Sequence[Leaf], rule: Rule, count: jax.Array, eigh_axes: AxisNa
         alike.setdefault((leaf.layout.sides, leaf.G.dtype), []).append(i)
     buckets = [[leaves[i] for i in indices] for indices in alike.values()]
     moved = map(_unstack, _move([_stack(bucket) for bucket in buckets], rule, count, eigh_axes), buckets)
-    results = {i: leaf for indices, bucket in zip(alike.values(), moved, strict=True) for i, leaf in zip(indices, bucket)}
+    results = {i: leaf for bucket in zip(alike.values(), moved, strict=True) for i, leaf in zip(*bucket, strict=True)}
     return [results[i] for i in range(len(leaves))]
 
 
@@ -87,11 +87,12 @@ def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, eigh_axes: Axis
         for stack, whole in zip(stacks, wholes, strict=True)
         for S in (whole.L, whole.R)
     ]
-    eigens = iter(_eigh_split.decompose(factors, eigh_axes))
-    return [
-        Stack(*_each(_matrix_step.apply, stack, rule, count)(whole, next(eigens), next(eigens), stack.state), stack.sides)
-        for stack, whole in zip(stacks, wholes, strict=True)
-    ]
+    eigens = _eigh_split.decompose(factors, eigh_axes)
+    moved = []
+    for stack, whole, left, right in zip(stacks, wholes, eigens[::2], eigens[1::2], strict=True):
+        update, state = _each(_matrix_step.apply, stack, rule, count)(whole, left, right, stack.state)
+        moved.append(Stack(update, state, stack.sides))
+    return moved
 
 
 def _each(phase: Callable[..., Any], stack: Stack, rule: Rule, count: jax.Array) -> Callable[..., Any]:
@@ -112,9 +113,8 @@ def _stack(leaves: Sequence[Leaf]) -> Stack:
 def _unstack(stack: Stack, leaves: Sequence[Leaf]) -> list[Leaf]:
     """What came of each leaf, in its shapes."""
     ends = np.cumsum([leaf.state.eigh_failures.size for leaf in leaves])[:-1]
-    pieces = jax.tree.map(lambda x: jnp.split(x, ends), (stack.G, stack.state))
-    each = [jax.tree.map(lambda x: x[i], pieces, is_leaf=lambda x: isinstance(x, list)) for i in range(len(leaves))]  # noqa: B023
-    return [_as_leaf(*piece, leaf) for piece, leaf in zip(each, leaves, strict=True)]
+    fields = [jnp.split(x, ends) for x in (stack.G, *stack.state)]
+    return [_as_leaf(G, MatrixState(*state), leaf) for leaf, G, *state in zip(leaves, *fields, strict=True)]
 
 
 def _as_matrices(G: jax.Array, state: MatrixState, layout: Layout) -> tuple[jax.Array, MatrixState]:

@@ -1,5 +1,6 @@
 """`scale_by_rekls`: the step as an optax transformation over a tree of matrices."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from rekls_jax._mesh import ParamSpecs, Place
 from rekls_jax._types import Hyperparameters, MatrixState, Numerics
 
 INNER = {"adam": _inner.adam, "laprop": _inner.laprop}
-Moved = tuple[list[jax.Array], list[MatrixState]]  # updates, and the states after the step
+Leaves = tuple[list[jax.Array], list[MatrixState]]  # gradients or updates, and the states, of all parameters
 
 
 class ReklsState(NamedTuple):
@@ -80,19 +81,17 @@ def scale_by_rekls(
         _checks.instance_of("mesh", mesh, Mesh, AbstractMesh)
     rule = Rule(Hyperparameters(b1, b2, shampoo_beta, eps), numerics, INNER[inner])
 
-    def survey(what: str, tree: Any) -> tuple[Place, list[Layout]]:
-        """Where this call runs, and how each leaf of `tree` lies there."""
+    def survey(what: str, tree: Any) -> tuple[list[Layout], Place, AxisNames]:
+        """How each leaf of `tree` lies, where this call runs, and the axes there that share the decompositions."""
         leaves = _checks.named_leaves(what, tree)
         views = _matrix_view.views(dimension_numbers, tree, leaves)
-        for (name, leaf), view in zip(leaves.items(), views, strict=True):
-            _checks.matrix(name, leaf, view)
         place = _mesh.find(mesh, leaves, specs_given=param_specs is not None)
-        place.axes("eigh_axes", eigh_axes)  # for its errors
-        return place, _mesh.layouts(param_specs, tree, leaves, views, place)
+        axes = place.axes("eigh_axes", eigh_axes)
+        return _mesh.layouts(param_specs, tree, leaves, views, place), place, axes
 
     def init(params: optax.Params) -> ReklsState:
         _checks.floating_leaves("parameter", params)
-        place, layouts = survey("parameter", params)
+        layouts, place, _ = survey("parameter", params)
         leaves, treedef = jax.tree.flatten(params)
         parts = [place.own_part(leaf, layout.specs.mu) for leaf, layout in zip(leaves, layouts, strict=True)]
 
@@ -105,7 +104,8 @@ def scale_by_rekls(
             return jnp.zeros((), jnp.int32), states
 
         specs = PartitionSpec(), [layout.specs for layout in layouts]
-        return _as_tree(*place.run(make, in_specs=(), out_specs=specs), treedef)
+        count, states = place.run(make, in_specs=(), out_specs=specs)
+        return _as_tree(count, states, treedef)
 
     def update(
         updates: optax.Updates, state: ReklsState, params: optax.Params | None = None
@@ -114,56 +114,46 @@ def scale_by_rekls(
         _checks.own_state(state, isinstance(state, ReklsState))
         _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, state.mu)
-        place, layouts = survey("gradient", updates)
-        axes = place.axes("eigh_axes", eigh_axes)
+        layouts, place, axes = survey("gradient", updates)
         gradients, treedef = jax.tree.flatten(updates)
         states = [MatrixState(*fields) for fields in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
         count = optax.safe_increment(state.count)
         gradients = [G.astype(old.nu.dtype) for G, old in zip(gradients, states, strict=True)]
         with jax.default_matmul_precision(numerics.precision):
-            scaled, states = PLACEMENTS[eigh_placement](rule, count, gradients, states, layouts, place, axes)
+            scaled, states = PLACEMENTS[eigh_placement]((gradients, states), layouts, rule, count, place, axes)
         return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef)
 
     return optax.GradientTransformation(init, update)
 
 
 def _split(
-    rule: Rule,
-    count: jax.Array,
-    gradients: list[jax.Array],
-    states: list[MatrixState],
-    layouts: list[Layout],
-    place: Place,
-    eigh_axes: AxisNames,
-) -> Moved:
+    leaves: Leaves, layouts: list[Layout], rule: Rule, count: jax.Array, place: Place, eigh_axes: AxisNames
+) -> Leaves:
     """Each device does its part of the step and its share of the decompositions."""
 
-    def step(count: jax.Array, gradients: list[jax.Array], states: list[MatrixState]) -> Moved:
+    def step(count: jax.Array, gradients: list[jax.Array], states: list[MatrixState]) -> Leaves:
         leaves = [_step.Leaf(*leaf) for leaf in zip(gradients, states, layouts, strict=True)]
         moved = _step.step(leaves, rule, count, eigh_axes)
         return [leaf.G for leaf in moved], [leaf.state for leaf in moved]
 
-    specs = [layout.specs.mu for layout in layouts], [layout.specs for layout in layouts]
-    return place.run(step, count, gradients, states, in_specs=(PartitionSpec(), *specs), out_specs=specs)
+    specs = _specs(layouts)
+    return place.run(step, count, *leaves, in_specs=(PartitionSpec(), *specs), out_specs=specs)
 
 
 def _replicated(
-    rule: Rule,
-    count: jax.Array,
-    gradients: list[jax.Array],
-    states: list[MatrixState],
-    layouts: list[Layout],
-    place: Place,
-    eigh_axes: AxisNames,
-) -> Moved:
+    leaves: Leaves, layouts: list[Layout], rule: Rule, count: jax.Array, place: Place, eigh_axes: AxisNames
+) -> Leaves:
     """The reference's way: every device gathers all, takes the whole step, and slices its own part back out."""
     del eigh_axes
-    specs = [layout.specs.mu for layout in layouts], [layout.specs for layout in layouts]
-    whole = place.run(
-        lambda *parts: _collectives.gather_all(parts, specs), gradients, states, in_specs=specs, out_specs=PartitionSpec()
-    )
-    moved = _split(rule, count, *whole, [layout.undivided() for layout in layouts], Place({}, None), ())
-    return place.run(lambda *whole: _collectives.own_all(whole, specs), *moved, in_specs=PartitionSpec(), out_specs=specs)
+    specs, everywhere, one_device = _specs(layouts), PartitionSpec(), Place({}, None)
+    gather, own = (functools.partial(f, specs=specs) for f in (_collectives.gather_all, _collectives.own_all))
+    whole = place.run(gather, leaves, in_specs=(specs,), out_specs=everywhere)
+    moved = _split(whole, [layout.undivided() for layout in layouts], rule, count, one_device, ())
+    return place.run(own, moved, in_specs=everywhere, out_specs=specs)
+
+
+def _specs(layouts: list[Layout]) -> tuple[list[PartitionSpec], list[Any]]:
+    return [layout.specs.mu for layout in layouts], [layout.specs for layout in layouts]
 
 
 PLACEMENTS = {"split": _split, "replicated": _replicated}

@@ -18,7 +18,7 @@ def main(port: str, process_id: str, out: str) -> None:
 
     assert len(jax.devices()) == 8
     for mode in ("auto", "shard_map"):
-        params, state = Problem(FEW, eps=1e-2).many(mode)
+        params, _ = Problem(FEW, eps=1e-2).many(mode)
         assert not jax.tree.leaves(params)[0].is_fully_addressable
         whole = process_allgather(params, tiled=True)
         if process_id == "0":

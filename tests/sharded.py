@@ -62,7 +62,7 @@ class Problem:
 
     def many(self, mode: str, devices: int = 8, jit: bool = True, **options: Any) -> Any:
         with entered(mode, devices) as mesh:
-            given = {} if mode == "explicit" else {"param_specs": self.specs, "mesh": mesh}
+            given: dict[str, Any] = {} if mode == "explicit" else {"param_specs": self.specs, "mesh": mesh}
             tx = rekls(0.1, **self.options, **given, **options)
 
             def put(tree: Any) -> Any:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensor_parallel
 from cases import assert_same, rekls_states, rms
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import EVERY, FEW, MODES, Problem, largest_difference, mesh_of
 
@@ -73,7 +74,7 @@ def test_float32_from_a_cold_start(mode):
     # Off the diagonal the first update is round-off over (round-off + floor): on one device a gradient that differs by one
     # unit in the last place moves parameters by up to 2.9 % of the largest move, 0.6 % in the root mean square.
     problem, (params, _) = problem_and_answer(("rows", "columns", "replicated"), steps=5)
-    got, state = problem.many(mode)
+    got, _ = problem.many(mode)
     for name in params:
         move = np.abs(params[name] - problem.params[name]).max()
         assert rms(got[name] - params[name]) < 1e-2 * move
@@ -153,3 +154,45 @@ def test_a_loop_over_steps_inside_shard_map():
     stacked = jax.tree.map(lambda spec: P(None, *spec), problem.specs)
     train = jax.shard_map(train, mesh=mesh_of(8), in_specs=(problem.specs, stacked), out_specs=problem.specs)
     assert largest_difference(jax.jit(train)(problem.params, stream), params) < 1e-3
+
+
+def test_the_two_forms_of_the_example_learn_alike():
+    in_shard_map, under_jit = tensor_parallel.main(steps=25)
+    np.testing.assert_allclose(in_shard_map, under_jit, rtol=0.05)
+    assert in_shard_map[-1] < 0.3 * in_shard_map[0]
+
+
+def on_eight_shards(function, *arrays):
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), P())))(*arrays)
+
+
+def test_clipping_by_the_norm_of_the_whole():
+    def clipped(G):
+        norm = tensor_parallel.global_norm({"w": G}, {"w": P("tp")})
+        return G * jnp.minimum(1, 1 / norm), norm
+
+    G = jax.random.normal(jax.random.key(0), (16, 24))
+    got, norm = on_eight_shards(clipped, G)
+    assert float(norm) == pytest.approx(float(jnp.linalg.norm(G)))
+    assert float(jnp.linalg.norm(got)) == pytest.approx(1.0)
+    # What it is there for: each part is clipped to norm 1, the whole to the square root of 8.
+    clip = optax.clip_by_global_norm(1.0)
+    parts, _ = on_eight_shards(lambda G: (clip.update(G, clip.init(G))[0], 0), G)
+    assert float(jnp.linalg.norm(parts)) == pytest.approx(8**0.5)
+
+
+def test_a_nan_on_one_device_makes_all_skip_the_step():
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    tx, params = rekls(0.1, param_specs=P("tp"), mesh=mesh), {"w": jnp.ones((16, 24))}
+    specs = ({"w": P("tp")}, state_partition_specs(tx, params, P("tp")))
+
+    def step(G, params, state):
+        sound = jnp.isfinite(tensor_parallel.global_norm(G, specs[0]))
+        updates, moved = tx.update(G, state, params)
+        moved = optax.apply_updates(params, updates), moved
+        return jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, (params, state))
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs[0], *specs), out_specs=specs))
+    before = step({"w": jax.random.normal(jax.random.key(0), (16, 24))}, params, tx.init(params))
+    assert_same(step({"w": jnp.ones((16, 24)).at[13, 5].set(jnp.nan)}, *before), before)

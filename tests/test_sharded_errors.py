@@ -24,11 +24,11 @@ def mesh_16():
 SPECS = [
     (
         {"layer": P("model"), "b": P()},
-        r"parameter \['layer'\]\['w'\], P\('model',\), names the mesh axis 'model'; the axes at",
+        r"parameter \['layer'\]\['w'\], P\('model',\), names the mesh axis 'model'; the",
     ),
     (
         {"layer": {"w": P("tp")}},
-        r"`param_specs` must have the params' tree structure, .* got nothing for the parameter \['b'\]",
+        r"`param_specs` must have the params' tree .* got nothing for the parameter \['b'\]",
     ),
     (
         {"layer": {"w": P("tp"), "kernel": P()}, "b": P()},
@@ -36,11 +36,11 @@ SPECS = [
     ),
     (
         {"layer": P("tp", None, None), "b": P()},
-        r"parameter \['layer'\]\['w'\] must have at most 2 entries, .* got P\('tp', None",
+        r"parameter \['layer'\]\['w'\] must have at most 2 entries, .*, None",
     ),
     (
         {"layer": P("tp", "tp"), "b": P()},
-        r"parameter \['layer'\]\['w'\], P\('tp', 'tp'\), names the mesh axis 'tp' more than",
+        r"parameter \['layer'\]\['w'\], P\('tp', 'tp'\), names .* more than",
     ),
     ({"layer": P(P.UNCONSTRAINED), "b": P()}, r"`param_specs` must name mesh axes or None, got P\(UNCONSTRAINED"),
 ]
@@ -66,8 +66,8 @@ def test_specs_of_another_kind():
 def test_a_parameter_that_does_not_divide(make):
     tx = make(**({"learning_rate": 0.1} if make is rekls else {}), param_specs=P("tp", None), mesh=mesh_16())
     text = (
-        r"Axis 0 of the parameter \['w'\] of shape \(72, 40\) has size 72, which must be divisible by 16, the size of the mesh "
-        r"axis 'tp', for the spec P\('tp', None\)\."
+        r"Axis 0 of the parameter \['w'\] of shape \(72, 40\) has size 72, which must be divisible by 16, the size of the "
+        r"mesh axis 'tp', for the spec P\('tp', None\)\."
     )
     with pytest.raises(ValueError, match=text):
         tx.init({"w": jnp.ones((72, 40))})
@@ -88,16 +88,14 @@ def test_another_mesh_than_the_parameters():
     other = Mesh(np.array(jax.devices()[:4]), ("tp",))
     params = jax.device_put(PARAMS, NamedSharding(other, P()))
     tx = rekls(0.1, param_specs=P("tp"), mesh=MESH)
-    with pytest.raises(
-        ValueError, match=r"The parameter \['layer'\]\['w'\] lies on Mesh\('tp': 4.*Mesh\('data': 2, 'tp': 4"
-    ):
+    with pytest.raises(ValueError, match=r"The parameter \['layer'\]\['w'\] lies on Mesh\('tp': 4.*'data': 2, 'tp'"):
         tx.init(params)
     reversed_devices = Mesh(MESH.devices[::-1], MESH.axis_names)
     with pytest.raises(ValueError, match=r"The parameter \['layer'\]\['w'\] lies on Mesh"):
         tx.init(jax.device_put(PARAMS, NamedSharding(reversed_devices, P())))
     with (
         jax.set_mesh(other),
-        pytest.raises(ValueError, match="The mesh that is entered, AbstractMesh.*'tp': 4.*must be the one"),
+        pytest.raises(ValueError, match=r"The mesh that is entered, .*'tp': 4.* must be"),
     ):
         tx.init(PARAMS)
 
@@ -113,9 +111,7 @@ def test_specs_against_the_types():
 def test_an_axis_that_shard_map_does_not_bind():
     tx = rekls(0.1, param_specs=P("model"), mesh=MESH)
     init = jax.shard_map(tx.init, mesh=MESH, in_specs=P("tp"), out_specs=P())
-    with pytest.raises(
-        ValueError, match=r"\['w'\], P\('model',\), names the mesh axis 'model'; the axes at hand are: 'data', 'tp'"
-    ):
+    with pytest.raises(ValueError, match=r"\['w'\], P\('model',\), names .* 'model'; the axes at hand are: 'data', 'tp'"):
         jax.eval_shape(init, {"w": jnp.ones((16, 24))})
 
 
@@ -140,9 +136,7 @@ def test_gradients_that_nobody_averaged():
 
 def test_specs_forgotten_inside_shard_map():
     init = jax.shard_map(scale_by_rekls().init, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"))
-    with pytest.raises(
-        ValueError, match=r"The parameter \['w'\] varies over the mesh axis 'tp', over which its spec, P\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"The parameter \['w'\] varies over .* 'tp', over which its spec, P\(\)"):
         jax.eval_shape(init, {"w": jnp.ones((16, 24))})
 
 
@@ -152,12 +146,12 @@ BAD_ARGUMENTS = [
     (
         {"eigh_axes": "model", "mesh": MESH},
         ValueError,
-        "`eigh_axes` must name axes of the mesh, each once, got 'model'; .*: 'data', 'tp'",
+        "`eigh_axes` must name .* once, got 'model'; .*: 'data', 'tp'",
     ),
     (
         {"eigh_axes": ("tp", "tp"), "mesh": MESH},
         ValueError,
-        r"`eigh_axes` must name axes of the mesh, each once, got \('tp', 'tp'\)",
+        r"`eigh_axes` must name .* once, got \('tp', 'tp'\)",
     ),
 ]
 
@@ -172,16 +166,20 @@ NUMBERS = [
     (
         MatrixDimensionNumbers(0, 3),
         ValueError,
-        r"must name axes of the array.*; parameter \['w'\] of shape \(2, 3, 4\) got \(0, 3\)",
+        r"must name axes of .* parameter \['w'\] of shape \(2, 3, 4\) got \(0, 3\)",
     ),
-    (MatrixDimensionNumbers(0, ()), ValueError, r"at least one as each of rows and columns; parameter \['w'\]"),
-    (MatrixDimensionNumbers(0, 1.0), ValueError, r"must name axes of the array.* got \(0, 1\.0\)"),
+    (MatrixDimensionNumbers(0, ()), ValueError, r"one or more for rows and for columns; parameter \['w'\]"),
+    (
+        MatrixDimensionNumbers(0, 1.0),  # type: ignore[arg-type]
+        ValueError,
+        r"must name axes of the array.* got \(0, 1\.0\)",
+    ),
     (MatrixDimensionNumbers((0, -3), 1), ValueError, r"must name an axis at most once; .* got \(\(0, -3\), 1\)"),
     (MatrixDimensionNumbers(1, (0, 1)), ValueError, r"must name an axis at most once; .* got \(1, \(0, 1\)\)"),
     (
         {"v": None},
         ValueError,
-        r"`dimension_numbers` must have .* got nothing for the parameter \['w'\], and \['v'\], which is no",
+        r"`dimension_numbers` must have .* nothing for the parameter \['w'\], and \['v'\], which is no",
     ),
     ({"w": (0, 1)}, TypeError, r"`dimension_numbers` must be a tree of MatrixDimensionNumbers, .* got 0 at \['w'\]\[0\]"),
 ]
@@ -205,7 +203,5 @@ def test_optaxs_dimension_numbers_and_callables_are_taken():
 
 
 def test_the_texts_say_what_to_do():
-    with pytest.raises(
-        ValueError, match=re.escape("Pass a `mesh` that has it, call under `jax.set_mesh(mesh)`, or inside a")
-    ):
+    with pytest.raises(ValueError, match=re.escape("Pass a `mesh` that has it, call under `jax.set_mesh(mesh)`")):
         scale_by_rekls(param_specs=P("tp")).init({"w": jnp.ones((2, 2))})
