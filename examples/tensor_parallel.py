@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from rekls_jax import rekls, state_partition_specs
 
-SPECS = {"up": P(None, "tensor"), "down": P("tensor", None)}  # how the parameters lie
-BATCH = P("data")
+SPECS, BATCH = {"up": P(None, "tensor"), "down": P("tensor", None)}, P("data")  # how parameters and data lie
 Moved = tuple[optax.Params, optax.OptState, jax.Array]
 
 
@@ -91,8 +90,8 @@ def main(steps: int = 100) -> tuple[list[float], list[float]]:
     mesh = Mesh(devices.reshape(-1, 4 if devices.size % 4 == 0 else 1), ("data", "tensor"))
     print(f"mesh {dict(mesh.shape)}")
     curves = with_shard_map(mesh, steps), with_jit(mesh, steps)
-    for i in range(0, steps, 20):
-        print(f"step {i:3}: loss {curves[0][i]:.4f} in shard_map, {curves[1][i]:.4f} under jit")
+    for i, (mine, theirs) in list(enumerate(zip(*curves, strict=True)))[::20]:
+        print(f"step {i:3}: loss {mine:.4f} in shard_map, {theirs:.4f} under jit")
     return curves
 
 

@@ -53,6 +53,11 @@ def rekls(
     matrix; every other leaf goes to `fallback`. State of one matrix (see `ReklsState`): 2mn + 2m² + 2n² + m + n numbers,
     float32, or float64 for a float64 parameter. Updates have the gradient's dtype.
 
+    On a mesh, state and work are divided as `ReklsState` says. `init` and `update` may be called under `jit` (they open
+    their own `shard_map`), with `param_specs` and a mesh, or with neither where the mesh's axes are Explicit; or inside your
+    own `shard_map`, with `param_specs`, on each device's part of everything. Gradients must be whole sums there: averaged
+    over every axis that does not divide the parameter. Without mesh and `param_specs` all is as on one device.
+
     The state is not protected from a gradient that is NaN or infinite: it turns NaN and stays so, as Adam's does. Put
     `optax.apply_if_finite` around the optimizer to skip such steps. In float32 a finite gradient above 1e18 overflows the
     second moment, and the matrix stops moving; clip gradients that can get there.
@@ -70,16 +75,27 @@ def rekls(
         "independent" wd·p, "palm" lr²·wd·p; "l2" adds wd·p to the gradient before everything, the factors included.
       inner: "adam", or "laprop" (arXiv:2002.04839), which normalises the gradient before it is averaged.
       numerics: how the step is kept well-posed; `REFERENCE` reproduces the PyTorch reference.
+      dimension_numbers: `MatrixDimensionNumbers` (or optax's `MuonDimensionNumbers`) for the leaves that are matrices or
+        stacks of them, None for those that go to `fallback`: a tree like the params, a prefix of it, or a callable that
+        makes one from the params. Default: 2-D leaves are matrices.
       mu_dtype: dtype of the stored first moment. Default: that of the rest of the state.
       fallback: a whole optimizer, with its own learning rate, for the leaves that are no matrices. Default: Adam with the
         same b1, b2, eps, mu_dtype, learning rate and weight decay.
+      param_specs: how the parameters lie on the mesh: a tree of `jax.sharding.PartitionSpec` like the params, a prefix of
+        it, or a callable that makes one from the params. None in the place of a spec, or nothing: on every device whole.
+      mesh: a `jax.sharding.Mesh` or `AbstractMesh`. Default: that of `jax.set_mesh`, or that the arrays lie on.
+      eigh_axes: mesh axes over which decompositions are divided. Default: all, data-parallel ones too. Those that divide a
+        stack are left out for it: each device decomposes matrices that it holds.
+      eigh_placement: "split" divides the decompositions over devices; with "replicated" every device does all, as in the
+        PyTorch reference, and outside `jit` the result is that of one device bit for bit.
 
     Returns:
       An optimizer for `optax.chain`, `optax.apply_updates` and the rest of optax.
 
     Raises:
-      ValueError: an argument out of range; at `init`, a mask that does not fit the params; at `update`, no params where
-        decay needs them, or gradients or params whose structure or shapes are not those that the state was made for.
+      ValueError: an argument out of range; at `init`, a mask, specs or dimension numbers that do not fit the params or the
+        mesh; at `update`, no params where decay needs them, gradients or params whose structure or shapes are not those that
+        the state was made for, or gradients that differ between devices which hold the same part of a parameter.
       TypeError: an argument of the wrong kind; at `init` and `update`, a leaf that is not real floating-point.
 
     Example:

@@ -34,8 +34,9 @@ def test_the_readme_names_two_commands_that_set_themselves_up():
     assert all(command.startswith("python3 -m venv .venv && .venv/bin/pip install") for command in commands)
     assert "examples/train_lm.py --compare" in commands[0]
     assert "-m pytest" in commands[1]
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
     assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) <= 60
+    assert len((ROOT / "examples/tensor_parallel.py").read_text().splitlines()) <= 100
 
 
 @pytest.mark.slow
@@ -109,6 +110,20 @@ def test_the_seed_decides_the_run(tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
+def test_sharded_training_follows_the_same_curve(tmp_path, capsys):
+    curves = {}
+    for name, options in {"one": [], "eight": ["--devices", "8", "--tensor-parallel", "4"]}.items():
+        assert train_lm.main([*SMALL, *options, "--steps", "10", "--lr", "0.01", "--out", str(tmp_path / name)]) == 0
+        curves[name] = [float(row["loss"]) for row in rows(tmp_path / name)]
+    np.testing.assert_allclose(curves["one"], curves["eight"], rtol=2e-3)
+    reports = [line for line in capsys.readouterr().out.splitlines() if line.startswith("device")]
+    pattern = r"device (\d): optimizer state [\d.]+ MB, eigh (\d+)% of the work, \d+ ms per step"
+    found = [re.fullmatch(pattern, line) for line in reports]
+    assert [int(match[1]) for match in found if match] == list(range(8))
+    assert sum(int(match[2]) for match in found if match) == pytest.approx(100, abs=4)
+
+
 def start(arguments, **options):
     command = [sys.executable, str(ROOT / "examples/train_lm.py"), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
@@ -147,6 +162,13 @@ WRONG_CALLS = [
     (["--seed", "99999999999"], "--seed must lie in [0, 2**32), got 99999999999"),
     (["--compare", "--optimizer", "muon"], "--compare trains rekls and adamw: leave out --optimizer"),
     (["--text", "folder/binary"], "folder/binary is not text: it has bytes that are 0"),
+    (["--devices", "0"], "--devices must be at least 1, got 0"),
+    (["--devices", "16"], "--devices must be at most the 8 that there are, got 16"),
+    (["--devices", "8", "--tensor-parallel", "3"], "--devices must be divisible by --tensor-parallel, got 8 and 3"),
+    (["--tensor-parallel", "5"], "--width must be divisible by --tensor-parallel, got 96 and 5"),
+    (["--devices", "8", "--batch-size", "6"], "--batch-size must be divisible by the 8 copies of the model, got 6"),
+    (["--num-processes", "2"], "--num-processes above 1 needs --coordinator, where process 0 listens"),
+    (["--process-id", "1"], "--process-id must lie in [0, 1), got 1"),
     (["--out", "empty/deeper"], "--out must be a folder that can be made, got empty/deeper: Not a directory"),
     (["--out", "empty"], "--out must be a folder that can be made, got empty: File exists"),
 ]
