@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import EVERY, FEW, MODES, Problem, largest_difference, mesh_of
 
-from rekls_jax import REFERENCE, rekls, state_partition_specs
+from rekls_jax import REFERENCE, rekls, scale_by_rekls, state_partition_specs
 
 
 @functools.cache
@@ -94,9 +94,14 @@ def test_bfloat16_parameters():
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 4, 2, 1])
 def test_replicated_equals_one_device_bit_for_bit(devices):
-    names = ("rows", "columns", "tall", "wide", "replicated")
-    problem = Problem(names, numerics=REFERENCE, steps=5)
-    assert_same(problem.many("auto", devices, jit=False, eigh_placement="replicated"), problem.one_device(jit=False))
+    problem, answer = op_by_op()
+    assert_same(problem.many("auto", devices, jit=False, eigh_placement="replicated"), answer)
+
+
+@functools.cache
+def op_by_op():
+    problem = Problem(("rows", "columns", "tall", "wide", "replicated"), numerics=REFERENCE, steps=5)
+    return problem, jax.tree.map(np.asarray, problem.one_device(jit=False))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -196,3 +201,37 @@ def test_a_nan_on_one_device_makes_all_skip_the_step():
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs[0], *specs), out_specs=specs))
     before = step({"w": jax.random.normal(jax.random.key(0), (16, 24))}, params, tx.init(params))
     assert_same(step({"w": jnp.ones((16, 24)).at[13, 5].set(jnp.nan)}, *before), before)
+
+
+@pytest.mark.parametrize("spec", [P("data", "tp"), P("tp"), P(None, "tp")], ids=str)
+def test_rows_and_columns_without_gradient_stay_put(spec):
+    tx = scale_by_rekls(param_specs=spec, mesh=mesh_of(8))
+    G = jax.random.normal(jax.random.key(0), (16, 24)).at[13].set(0).at[:, 5].set(0)
+    state, update = tx.init({"w": G}), jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = update({"w": G}, state)
+    assert_same(np.asarray(updates["w"]) == 0, np.asarray(G) == 0)
+
+
+def test_a_decomposition_that_fails_on_one_device(monkeypatch):
+    tx = scale_by_rekls(param_specs=P("tp"), mesh=mesh_of(8))
+    params = {name: jax.random.normal(jax.random.key(i), (16, 24)) for i, name in enumerate("ab")}
+    _, before = jax.jit(tx.update)(params, tx.init(params))
+    eigh = jnp.linalg.eigh
+
+    def fails_on_the_first_device(S, **options):
+        # Of the four factors of size 24 and 16, the first of size 24, R of "a", is the first device's.
+        first = (jax.lax.axis_index(("data", "tp")) == 0) & (len(S) == 24)
+        return jax.tree.map(lambda x: jnp.where(first, jnp.nan, x), tuple(eigh(S, **options)))
+
+    monkeypatch.setattr(jnp.linalg, "eigh", fails_on_the_first_device)
+    jax.clear_caches()  # of functions that were traced with the other `eigh`
+    updates, after = jax.jit(lambda G, state: tx.update(G, state))(params, before)
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert {name: int(n) for name, n in after.eigh_failures.items()} == {"a": 1, "b": 0}
+    np.testing.assert_array_equal(after.Q_R["a"], before.Q_R["a"])
+    np.testing.assert_array_equal(after.eig_R["a"], before.eig_R["a"])
+    for field, name in (("Q_L", "a"), ("Q_L", "b"), ("Q_R", "b")):
+        assert np.any(np.asarray(getattr(after, field)[name]) != np.asarray(getattr(before, field)[name]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, after)))
