@@ -1,22 +1,20 @@
 """`rekls`: the whole optimizer, ready for a training loop."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from rekls_jax import _checks, _matrix_view
+from rekls_jax import _checks, _matrix_view, _mesh
 from rekls_jax._dtype import in_state_dtype
 from rekls_jax._matrix_view import DimensionNumbers
-from rekls_jax._mesh import ParamSpecs, broadcast_specs
+from rekls_jax._mesh import ParamSpecs
 from rekls_jax._transform import scale_by_rekls
 from rekls_jax._types import Numerics
-
-Mask = Any | Callable[[optax.Params], Any] | None
+from rekls_jax._weight_decay import METHODS, Mask, is_zero
 
 
 def rekls(
@@ -53,10 +51,10 @@ def rekls(
     matrix; every other leaf goes to `fallback`. State of one matrix (see `ReklsState`): 2mn + 2m² + 2n² + m + n numbers,
     float32, or float64 for a float64 parameter. Updates have the gradient's dtype.
 
-    On a mesh, state and work are divided as `ReklsState` says. `init` and `update` may be called under `jit` (they open
-    their own `shard_map`), with `param_specs` and a mesh, or with neither where the mesh's axes are Explicit; or inside your
-    own `shard_map`, with `param_specs`, on each device's part of everything. Gradients must be whole sums there: averaged
-    over every axis that does not divide the parameter. Without mesh and `param_specs` all is as on one device.
+    On a mesh, state and work are divided as `ReklsState` says. Call `init` and `update` under `jit` (they open their own
+    `shard_map`) with `param_specs` and a mesh, or with neither where the mesh's axes are Explicit; or inside your own
+    `shard_map`, with `param_specs`, on each device's part of everything, gradients averaged over every axis that does not
+    divide their parameter. Outside `jit`, every call on a mesh compiles anew. Without a mesh all is as on one device.
 
     The state is not protected from a gradient that is NaN or infinite: it turns NaN and stays so, as Adam's does. Put
     `optax.apply_if_finite` around the optimizer to skip such steps. In float32 a finite gradient above 1e18 overflows the
@@ -117,7 +115,7 @@ def rekls(
     """
     _checks.number_or_schedule("learning_rate", learning_rate)
     _checks.number_or_schedule("weight_decay", weight_decay)
-    _checks.one_of("weight_decay_method", weight_decay_method, _WEIGHT_DECAY)
+    _checks.one_of("weight_decay_method", weight_decay_method, METHODS)
     if not callable(weight_decay):
         _checks.non_negative("weight_decay", weight_decay)
     if fallback is not None:
@@ -136,7 +134,7 @@ def rekls(
         eigh_placement=eigh_placement,
     )
     direction()  # for its errors
-    decays = callable(weight_decay) or not _is_zero(weight_decay)
+    decays = callable(weight_decay) or not is_zero(weight_decay)
 
     def routed(params: optax.Params) -> optax.GradientTransformation:
         """For a tree like the params."""
@@ -148,13 +146,11 @@ def rekls(
         )
         if mask is not None and jax.tree.leaves(params):
             _checks.decay_mask(tree, params)
-        if specs is not None:
-            broadcast_specs(specs, params)  # for its errors, of all params
         directions = {
             "rekls": direction(dimension_numbers=numbers, param_specs=specs),
             "fallback": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
         }
-        finish = _WEIGHT_DECAY[weight_decay_method]
+        finish = METHODS[weight_decay_method]
         optimizers: dict[str, optax.GradientTransformation] = {
             label: in_state_dtype(finish(transform, learning_rate, weight_decay, tree))
             for label, transform in directions.items()
@@ -163,8 +159,15 @@ def rekls(
             optimizers["fallback"] = fallback
         return optax.partition(optimizers, _labels(numbers, params))
 
+    def check_specs(what: str, tree: optax.Params) -> None:
+        """Of all leaves, those of the fallback too."""
+        leaves = _checks.named_leaves(what, tree)
+        place = _mesh.find(mesh, leaves, specs_given=param_specs is not None)
+        _mesh.specs_of(param_specs, tree, leaves, place)
+
     def init(params: optax.Params) -> optax.OptState:
         _checks.floating_leaves("parameter", params)
+        check_specs("parameter", params)
         return routed(params).init(params)
 
     def update(
@@ -173,6 +176,7 @@ def rekls(
         like = _like_params(state, own_fallback=fallback is None)
         _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, like)
+        check_specs("gradient", updates)
         if params is not None:
             _checks.same_shapes("parameter", params, like)
         elif decays:
@@ -205,42 +209,3 @@ def _like_params(state: optax.OptState, *, own_fallback: bool) -> Any:
         else jax.tree.map(lambda _: _checks.ANY_SHAPE, like, is_leaf=is_masked)
     )
     return jax.tree.map(lambda a, b: b if is_masked(a) else a, like, others, is_leaf=is_masked)
-
-
-def _is_zero(number: Any) -> bool:
-    # Never an array: `inject_hyperparams` gives one to `init` and traces it in `update`, and the state must be the same.
-    return isinstance(number, (int, float, np.generic)) and number == 0
-
-
-# How a direction, a learning rate and a weight decay make an optimizer.
-
-
-def _decoupled(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
-    return optax.chain(direction, _decay(weight_decay, mask), optax.scale_by_learning_rate(lr))
-
-
-def _independent(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
-    return optax.chain(direction, optax.scale_by_learning_rate(lr), _decay(_product(-1.0, weight_decay), mask))
-
-
-def _palm(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
-    return _decoupled(direction, lr, _product(lr, weight_decay), mask)
-
-
-def _l2(direction: Any, lr: Any, weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
-    return optax.chain(_decay(weight_decay, mask), direction, optax.scale_by_learning_rate(lr))
-
-
-_WEIGHT_DECAY = {"decoupled": _decoupled, "independent": _independent, "palm": _palm, "l2": _l2}
-
-
-def _decay(weight_decay: Any, mask: Mask) -> optax.GradientTransformation:
-    # optax asks for params even where the decay is 0.
-    return optax.identity() if _is_zero(weight_decay) else optax.add_decayed_weights(weight_decay, mask)
-
-
-def _product(a: Any, b: Any) -> Any:
-    """Of two numbers or schedules."""
-    if callable(a) or callable(b):
-        return lambda count: (a(count) if callable(a) else a) * (b(count) if callable(b) else b)
-    return a * b

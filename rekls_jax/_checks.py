@@ -51,6 +51,14 @@ def instance_of(name: str, value: Any, *kinds: type) -> None:
         raise TypeError(f"`{name}` must be a {expected}, got {value!r} of type {type(value).__name__}.")
 
 
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """A string, or a list or tuple of strings."""
+    given = (value,) if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)) or not all(isinstance(item, str) for item in given):
+        raise TypeError(f"`{name}` must be a string or a sequence of strings, got {value!r}.")
+    return tuple(given)
+
+
 def own_state(state: Any, valid: bool) -> None:
     if not valid:
         raise TypeError(f"`state` must be what this optimizer's `init` returned, got a {type(state).__name__}.")
@@ -104,32 +112,34 @@ def averaged(name: str, varies_over: Collection[str], spec_axes: Collection[str]
 
 
 def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """For each leaf of `params` that of `prefix`, a tree like it or a prefix of it, whose leaves are of `kind` or None."""
+    """For each leaf of `params` that of `prefix`, a tree like it or a prefix of it, whose leaves are of `kind` or None.
+
+    What `prefix` has where `params` has a subtree without leaves (None, optax's masked nodes) belongs to no leaf.
+    """
 
     def ends(node: Any) -> bool:
         return node is None or is_leaf(node)
 
-    if not jax.tree.leaves(params):  # `optax.tree_map_params` calls `init` with a tree of its own, without leaves
-        return []
-    for path, leaf in jax.tree.leaves_with_path(prefix, is_leaf=ends):
+    given = dict(jax.tree.leaves_with_path(prefix, is_leaf=ends))
+    for path, leaf in given.items():
         if not ends(leaf):
             raise TypeError(
                 f"`{argument}` must be a tree of {kind}, or a callable that makes one, got {leaf!r} at {_name(path)}."
             )
-    try:
-        whole = jax.tree.broadcast(prefix, params, is_leaf=ends)
-    except ValueError as error:
-        given = [path for path, _ in jax.tree.leaves_with_path(prefix, is_leaf=ends)]
-        wanted = [path for path, _ in jax.tree.leaves_with_path(params)]
-        missing = [path for path in wanted if not any(path[: len(other)] == other for other in given)]
-        unused = [path for path in given if not any(other[: len(path)] == path for other in wanted)]
-        got = f"nothing for the parameter {_name(missing[0])}" if missing else f"{jax.tree.structure(prefix, is_leaf=ends)}"
-        got += f", and {_name(unused[0])}, which is no parameter" if unused else ""
+    wanted = [path for path, _ in jax.tree.leaves_with_path(params)]
+    if not wanted:  # `optax.tree_map_params` calls `init` with a tree of its own, without leaves
+        return []
+    found = [next((path[:i] for i in range(len(path) + 1) if path[:i] in given), None) for path in wanted]
+    problems = [f"nothing for the parameter {_name(path)}" for path, at in zip(wanted, found, strict=True) if at is None]
+    nodes = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=lambda node: not jax.tree.leaves(node))]
+    unused = [path for path in given if not any(path[: len(n)] == n or n[: len(path)] == path for n in nodes)]
+    problems += [f"{_name(path)}, which is no parameter" for path in unused]
+    if problems:
         raise ValueError(
             f"`{argument}` must have the params' tree structure, or be a prefix of it of which each leaf holds for all "
-            f"below; got {got}."
-        ) from error
-    return jax.tree.leaves(whole, is_leaf=ends)
+            f"below; got {', and '.join(problems)}."
+        )
+    return [given[path] for path in found if path is not None]
 
 
 def decay_mask(mask: PyTree, params: PyTree) -> None:

@@ -94,10 +94,21 @@ def _each(S: jax.Array, wanted: jax.Array | None = None) -> Eigen:
 
 def _one_by_one(S: jax.Array, wanted: jax.Array | None) -> Eigen:
     def one(i: int) -> Eigen:
-        return _eigen.eigh(S[i]) if wanted is None else jax.lax.cond(wanted[i], _eigen.eigh, lambda S: Eigen(S[0], S), S[i])
+        return _alone(S[i]) if wanted is None else jax.lax.cond(wanted[i], _alone, lambda S: Eigen(S[0], S), S[i])
 
     # Unrolled: on one device, cores that are free take several at a time.
     return jax.tree.map(lambda *x: jnp.stack(x), *map(one, range(len(S))))
+
+
+@jax.custom_jvp
+def _alone(S: jax.Array) -> Eigen:
+    """Never in a batch, not even under the caller's `vmap`."""
+    return jax.custom_batching.sequential_vmap(_eigen.eigh)(S)
+
+
+@_alone.defjvp
+def _alone_jvp(S: tuple[jax.Array], dS: tuple[jax.Array]) -> tuple[Eigen, Eigen]:
+    return jax.jvp(_eigen.eigh, S, dS)  # `sequential_vmap` has no reverse mode
 
 
 def _together(S: jax.Array, wanted: jax.Array | None) -> Eigen:

@@ -40,7 +40,7 @@ class Place(NamedTuple):
         """The mesh axes that an argument names, by default all."""
         if given is None:
             return tuple(self.axis_sizes)
-        names = (given,) if isinstance(given, str) else tuple(given)
+        names = _checks.names(argument, given)
         if not set(names) <= set(self.axis_sizes) or len(set(names)) < len(names):
             axes = ", ".join(map(repr, self.axis_sizes)) or "none"
             raise ValueError(
@@ -62,34 +62,61 @@ def find(mesh: AnyMesh | None, leaves: Mapping[str, Any], *, specs_given: bool) 
     """
     entered = jax.sharding.get_abstract_mesh()
     if entered.manual_axes:
-        return Place({name: entered.shape[name] for name in entered.axis_names if name in entered.manual_axes}, None)
+        bound = {name: entered.shape[name] for name in entered.axis_names if name in entered.manual_axes}
+        if mesh is not None and any(mesh.shape.get(name) != size for name, size in bound.items()):
+            raise ValueError(f"`shard_map` binds the axes {bound}, which must be of the mesh that was given, {mesh}.")
+        return Place(bound, None)
     theirs = {what: other for what, leaf in leaves.items() if (other := mesh_of(leaf)) is not None}
     known = [m for m in (entered, *theirs.values()) if not m.empty and (specs_given or AxisType.Explicit in m.axis_types)]
     chosen = mesh if mesh is not None else next(iter(known), None)
     if chosen is None:
         return Place({}, None)
+    if not entered.empty:
+        _same_mesh("mesh that is entered is", entered, chosen)
     for what, other in theirs.items():
-        _same_mesh(what, other, chosen)
-    if not entered.empty and dict(entered.shape) != dict(chosen.shape):
-        raise ValueError(f"The mesh that is entered, {entered}, must be the one that the optimizer was given, {chosen}.")
+        _same_mesh(f"{what} lies on", other, chosen)
+    if isinstance(chosen, AbstractMesh):
+        chosen = next((m for m in theirs.values() if isinstance(m, Mesh)), chosen)
     return Place(dict(chosen.shape), chosen)
 
 
 def _same_mesh(what: str, other: AnyMesh, chosen: AnyMesh) -> None:
     both = isinstance(other, Mesh) and isinstance(chosen, Mesh)
-    if dict(other.shape) != dict(chosen.shape) or (both and other.devices.tolist() != chosen.devices.tolist()):
-        raise ValueError(f"The {what} lies on {other}, which must be the mesh that the optimizer was given, {chosen}.")
+    if other.shape_tuple != chosen.shape_tuple or (both and other.devices.tolist() != chosen.devices.tolist()):
+        raise ValueError(f"The {what} {other}, which must be the mesh that the optimizer was given, {chosen}.")
 
 
-def layouts(
-    param_specs: ParamSpecs, params: Any, leaves: Mapping[str, Any], views: Sequence[View | None], place: Place
-) -> list[Layout]:
-    """Of each leaf of `params`: as `param_specs` says, or its own type on a mesh whose axes are Explicit."""
-    given = [None] * len(leaves) if param_specs is None else broadcast_specs(param_specs, params)
-    return [
-        _layout_of(what, leaf, view, spec, place)
-        for (what, leaf), view, spec in zip(leaves.items(), views, given, strict=True)
-    ]
+def specs_of(param_specs: ParamSpecs, params: Any, leaves: Mapping[str, Any], place: Place) -> list[PartitionSpec]:
+    """How each leaf of `params` lies: as `param_specs` says, or its own type on a mesh whose axes are Explicit."""
+    given: list[Any] = [None] * len(leaves) if param_specs is None else broadcast_specs(param_specs, params)
+    return [_spec_of(what, leaf, spec, place) for (what, leaf), spec in zip(leaves.items(), given, strict=True)]
+
+
+def _spec_of(what: str, leaf: Any, given: PartitionSpec | None, place: Place) -> PartitionSpec:
+    typed = None if place.mesh is None else _explicit_spec(leaf, place.mesh)
+    spec = given if given is not None else typed or PartitionSpec()
+    _layout.check_names(what, leaf.ndim, spec, place.axis_sizes)
+    if typed is not None and place.mesh is not None:
+        explicit = _explicit_part(spec, leaf.ndim, place.mesh)
+        if explicit != typed:
+            raise ValueError(
+                f"The {what} lies on its mesh, of Explicit axes, as {typed}, `param_specs` says {spec}. `jax.device_put` or "
+                "`jax.sharding.reshard` move it."
+            )
+    _checks.averaged(what, _collectives.varies_over(leaf), sum(_layout.axis_names(spec, leaf.ndim), ()), spec)
+    if not place.bound:
+        _layout.check_divides(what, leaf.shape, spec, place.axis_sizes)
+    return spec
+
+
+def same_types(gradients: Mapping[str, Any], like: Sequence[Any]) -> None:
+    """On Explicit axes a gradient must lie as its parameter does, and so as `like`, the first moments."""
+    for (what, G), mu in zip(gradients.items(), like, strict=True):
+        a, b = _named_sharding(G), _named_sharding(mu)
+        if a is not None and b is not None and AxisType.Explicit in b.mesh.axis_types:
+            lies, made_for = (_explicit_part(s.spec, G.ndim, b.mesh) for s in (a, b))
+            if lies != made_for:
+                raise ValueError(f"The {what} lies on its mesh as {lies}, the state was made for {made_for}.")
 
 
 def broadcast_specs(param_specs: ParamSpecs, params: Any) -> list[PartitionSpec]:
@@ -102,20 +129,10 @@ def broadcast_specs(param_specs: ParamSpecs, params: Any) -> list[PartitionSpec]
     return [PartitionSpec() if spec is None else spec for spec in specs]
 
 
-def _layout_of(what: str, leaf: Any, view: View | None, given: PartitionSpec | None, place: Place) -> Layout:
+def layout_of(what: str, leaf: Any, view: View | None, spec: PartitionSpec, place: Place) -> Layout:
     if view is None:
         raise _checks.no_matrix(what, leaf)
-    typed = _explicit_spec(leaf) if place.mesh is not None else None
-    spec = given if given is not None else typed or PartitionSpec()
-    _layout.check_names(what, leaf.ndim, spec, place.axis_sizes)
-    names = _layout.axis_names(spec, leaf.ndim)
-    if typed is not None and names != _layout.axis_names(typed, leaf.ndim):
-        raise ValueError(f"The {what} lies on its mesh as {typed}, `param_specs` says {spec}.")
-    _checks.averaged(what, _collectives.varies_over(leaf), sum(names, ()), spec)
-    shape = leaf.shape
-    if place.bound:
-        shape = _layout.whole_shape(shape, spec, place.axis_sizes)
-    _layout.check_divides(what, shape, spec, place.axis_sizes)
+    shape = _layout.whole_shape(leaf.shape, spec, place.axis_sizes) if place.bound else leaf.shape
     return _layout.layout(shape, view, spec, place.axis_sizes)
 
 
@@ -125,9 +142,22 @@ def mesh_of(leaf: Any) -> AnyMesh | None:
     return None if sharding is None else sharding.mesh
 
 
-def _explicit_spec(leaf: Any) -> PartitionSpec | None:
+def _explicit_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
+    """How the type of an array says it lies, None where `mesh` has no Explicit axes; an array from elsewhere lies whole."""
+    if AxisType.Explicit not in mesh.axis_types or not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return None
     sharding = _named_sharding(leaf)
-    return None if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types else sharding.spec
+    if sharding is None:
+        return None if isinstance(leaf, jax.ShapeDtypeStruct) else _explicit_part(PartitionSpec(), leaf.ndim, mesh)
+    return _explicit_part(sharding.spec, leaf.ndim, mesh)
+
+
+def _explicit_part(spec: PartitionSpec, ndim: int, mesh: AnyMesh) -> PartitionSpec:
+    """`spec` without the axes of other types, which the type of a traced array does not show."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    names = _layout.axis_names(spec, ndim)
+    kept = [tuple(name for name in over if kinds.get(name) == AxisType.Explicit) for over in names]
+    return PartitionSpec(*(over or None for over in kept))
 
 
 def _named_sharding(leaf: Any) -> NamedSharding | None:

@@ -79,6 +79,8 @@ def scale_by_rekls(
     _checks.one_of("eigh_placement", eigh_placement, PLACEMENTS)
     if mesh is not None:
         _checks.instance_of("mesh", mesh, Mesh, AbstractMesh)
+    if eigh_axes is not None:
+        _checks.names("eigh_axes", eigh_axes)
     rule = Rule(Hyperparameters(b1, b2, shampoo_beta, eps), numerics, INNER[inner])
 
     def survey(what: str, tree: Any) -> tuple[list[Layout], Place, AxisNames]:
@@ -87,7 +89,9 @@ def scale_by_rekls(
         views = _matrix_view.views(dimension_numbers, tree, leaves)
         place = _mesh.find(mesh, leaves, specs_given=param_specs is not None)
         axes = place.axes("eigh_axes", eigh_axes)
-        return _mesh.layouts(param_specs, tree, leaves, views, place), place, axes
+        specs = _mesh.specs_of(param_specs, tree, leaves, place)
+        each = zip(leaves.items(), views, specs, strict=True)
+        return [_mesh.layout_of(name, leaf, view, spec, place) for (name, leaf), view, spec in each], place, axes
 
     def init(params: optax.Params) -> ReklsState:
         _checks.floating_leaves("parameter", params)
@@ -115,6 +119,7 @@ def scale_by_rekls(
         _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, state.mu)
         layouts, place, axes = survey("gradient", updates)
+        _mesh.same_types(_checks.named_leaves("gradient", updates), jax.tree.leaves(state.mu))
         gradients, treedef = jax.tree.flatten(updates)
         states = [MatrixState(*fields) for fields in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
         count = optax.safe_increment(state.count)
@@ -131,13 +136,17 @@ def _split(
 ) -> Leaves:
     """Each device does its part of the step and its share of the decompositions."""
 
-    def step(count: jax.Array, gradients: list[jax.Array], states: list[MatrixState]) -> Leaves:
-        leaves = [_step.Leaf(*leaf) for leaf in zip(gradients, states, layouts, strict=True)]
-        moved = _step.step(leaves, rule, count, eigh_axes)
+    # Arguments, since a `shard_map` on Explicit axes must not close over arrays.
+    arrays = {name: x for name, x in rule.hyper._asdict().items() if isinstance(x, jax.Array)}
+
+    def step(numbers: tuple[jax.Array, dict[str, jax.Array]], leaves: Leaves) -> Leaves:
+        count, arrays = numbers
+        own_rule = rule._replace(hyper=rule.hyper._replace(**arrays))
+        moved = _step.step([_step.Leaf(*leaf) for leaf in zip(*leaves, layouts, strict=True)], own_rule, count, eigh_axes)
         return [leaf.G for leaf in moved], [leaf.state for leaf in moved]
 
     specs = _specs(layouts)
-    return place.run(step, count, *leaves, in_specs=(PartitionSpec(), *specs), out_specs=specs)
+    return place.run(step, (count, arrays), leaves, in_specs=(PartitionSpec(), specs), out_specs=specs)
 
 
 def _replicated(

@@ -32,15 +32,20 @@ def test_the_previous_basis_is_kept_and_all_else_goes_on(monkeypatch, size, inne
     tx = rekls(0.1, weight_decay=0.0, inner=inner)
     states: dict[str, list[Any]] = {}
     updates: dict[str, list[Any]] = {}
+    sound_update = jax.jit(tx.update)
     for run in ("sound", "faulty"):
         state = tx.init(PARAMS)
         states[run], updates[run] = [state], []
         for i in range(6):
+            G = jax.tree.map(lambda g: jnp.asarray(g[i]), STREAM)  # noqa: B023
             with monkeypatch.context() as patch:
-                jax.clear_caches()  # of functions that were traced with the other `eigh`
                 if run == "faulty" and i == 3:
                     patch.setattr(jnp.linalg, "eigh", fail_for(size))
-                change, state = tx.update(jax.tree.map(lambda g: jnp.asarray(g[i]), STREAM), state, PARAMS)  # noqa: B023
+                    jax.clear_caches()  # of functions that were traced with the other `eigh`
+                    change, state = jax.jit(tx.update)(G, state, PARAMS)
+                    jax.clear_caches()
+                else:
+                    change, state = sound_update(G, state, PARAMS)
             states[run].append(state)
             updates[run].append(change)
     before, after, sound = (rekls_states(s)[0] for s in (states["faulty"][3], states["faulty"][4], states["sound"][4]))
@@ -52,7 +57,7 @@ def test_the_previous_basis_is_kept_and_all_else_goes_on(monkeypatch, size, inne
     last = rekls_states(states["faulty"][-1])[0]
     assert {name: int(n) for name, n in last.eigh_failures.items()} == {"a": 1, "b": 0}
     assert int(rekls_states(states["sound"][-1])[0].eigh_failures["a"]) == 0
-    for sound_update, faulty_update in zip(updates["sound"], updates["faulty"], strict=True):
-        np.testing.assert_array_equal(sound_update["b"], faulty_update["b"])
-        assert np.isfinite(faulty_update["a"]).all()
+    for sound_change, faulty_change in zip(updates["sound"], updates["faulty"], strict=True):
+        np.testing.assert_array_equal(sound_change["b"], faulty_change["b"])
+        assert np.isfinite(faulty_change["a"]).all()
     assert np.any(np.asarray(updates["sound"][3]["a"]) != np.asarray(updates["faulty"][3]["a"]))

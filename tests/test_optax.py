@@ -326,3 +326,15 @@ def test_scale_by_rekls_points_along_the_gradient():
     for G in stream:
         update, state = tx.update(jnp.asarray(G), state)
         assert np.sum(np.asarray(update) * np.asarray(state.mu)) > 0
+
+
+def test_the_step_can_be_differentiated():
+    tx, G = scale_by_rekls(eps=1e-2), jnp.asarray(gradients((4, 3), 1)[0])
+
+    def length(G):
+        return jnp.sum(tx.update(G, tx.init(G))[0] ** 2)
+
+    slope, (_, along) = jax.grad(length)(G), jax.jvp(length, (G,), (G,))
+    assert float(jnp.sum(slope * G)) == pytest.approx(float(along), rel=1e-4)
+    step = 1e-3 * G
+    assert float(length(G + step) - length(G - step)) / 2e-3 == pytest.approx(float(along), rel=2e-2)

@@ -11,9 +11,9 @@ import tensor_parallel
 from cases import assert_same, rekls_states, rms
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import EVERY, FEW, MODES, Problem, largest_difference, mesh_of
+from sharded import EVERY, FEW, MODES, Problem, entered, largest_difference, mesh_of
 
-from rekls_jax import REFERENCE, rekls, scale_by_rekls, state_partition_specs
+from rekls_jax import REFERENCE, MatrixDimensionNumbers, rekls, scale_by_rekls, state_partition_specs
 
 
 @functools.cache
@@ -235,3 +235,26 @@ def test_a_decomposition_that_fails_on_one_device(monkeypatch):
     for field, name in (("Q_L", "a"), ("Q_L", "b"), ("Q_R", "b")):
         assert np.any(np.asarray(getattr(after, field)[name]) != np.asarray(getattr(before, field)[name]))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, after)))
+
+
+def test_injected_hyperparameters_on_explicit_axes():
+    with entered("explicit"):
+        params = {"w": jax.device_put(jax.random.normal(jax.random.key(0), (16, 24)), P("tp"))}
+        tx = optax.inject_hyperparams(rekls)(0.1, b1=optax.constant_schedule(0.8), eps=1e-2)
+        state, step = tx.init(params), jax.jit(tx.update)
+        for _ in range(2):
+            updates, state = step(params, state, params)
+    alone, params = rekls(0.1, b1=0.8, eps=1e-2), jax.tree.map(np.asarray, params)
+    state, step = alone.init(params), jax.jit(alone.update)
+    for _ in range(2):
+        expected, state = step(params, state, params)
+    assert rms(updates["w"] - expected["w"]) < 1e-2 * rms(expected["w"])
+
+
+def test_an_ensemble_on_many_devices_comes_back():
+    # A batch of decompositions, here of the ensemble, would hang: see `_eigh_split`.
+    tx = scale_by_rekls(dimension_numbers=MatrixDimensionNumbers(1, 2), param_specs=P(None, "tp"), mesh=mesh_of(8))
+    G = jax.random.normal(jax.random.key(0), (4, 12, 32, 32))
+    updates = jax.jit(jax.vmap(lambda G: tx.update(G, tx.init(G))[0]))(G)
+    alone = jax.jit(lambda G: tx.update(G, tx.init(G))[0])(G[1])
+    assert rms(updates[1] - alone) < 0.05 * rms(alone)

@@ -25,6 +25,7 @@ LEVELS = {
     "_mesh": 5,
     "_dtype": 6,
     "_step": 6,
+    "_weight_decay": 6,
     "_state_specs": 6,
     "_transform": 7,
     "_alias": 8,
