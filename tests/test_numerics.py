@@ -25,6 +25,7 @@ def in_both_precisions(tx, stream):
     return single, double
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["adam", "laprop"])
 @pytest.mark.parametrize("shape", WIDE_AND_TALL, ids=str)
 def test_early_updates_are_bounded_and_float32_finds_their_direction(shape, inner):
@@ -38,6 +39,7 @@ def test_early_updates_are_bounded_and_float32_finds_their_direction(shape, inne
     assert min(cosines[1:]) >= 0.99
 
 
+@pytest.mark.slow
 def test_the_reference_numerics_keep_the_references_faults():
     sizes, cosines = {}, {}
     for shape in WIDE_AND_TALL:
@@ -133,6 +135,7 @@ def test_large_gradients_do_not_overflow_a_norm(scale):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [1e-12, 1e-8, 1e-4])
 @pytest.mark.parametrize(("shape", "steps"), [((64, 32), 50), ((512, 512), 10)], ids=str)
 def test_rank_one_gradients_are_harmless(shape, steps, eps):

@@ -19,6 +19,7 @@ EPS = 1e-2
 STREAM = {name: gradients(p.shape, 12, seed=i) for i, (name, p) in enumerate(PARAMS.items())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS.keys())
 @pytest.mark.parametrize("inner", ["adam", "laprop"])
 def test_jit_agrees_with_no_jit(inner, numerics):
@@ -331,6 +332,7 @@ def test_scale_by_rekls_points_along_the_gradient():
 def test_the_step_can_be_differentiated():
     tx, G = scale_by_rekls(eps=1e-2), jnp.asarray(gradients((4, 3), 1)[0])
 
+    @jax.jit
     def length(G):
         return jnp.sum(tx.update(G, tx.init(G))[0] ** 2)
 

@@ -39,6 +39,7 @@ def eighs(compiled):
     return len(re.findall(r'custom_call_target="lapack_\w+syevd', compiled.as_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("tp"), P("data", "tp")], ids=str)
 def test_collectives_do_not_grow_with_the_number_of_equal_leaves(spec):
     few, many = (compiled_step({f"w{i}": (16, 24) for i in range(leaves)}, spec) for leaves in (2, 6))
@@ -50,6 +51,7 @@ def test_replicated_leaves_exchange_bases_and_nothing_else():
     assert collectives(compiled_step({"a": (16, 24), "b": (16, 24)}, P())) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leaves", "share"), [(2, 2), (4, 2), (6, 4)])
 def test_each_device_decomposes_its_share(leaves, share):
     # Of `leaves` factors of each of two sizes over eight devices: as many slots as the device with the most work needs.
@@ -193,6 +195,7 @@ def test_params_and_state_can_be_donated_right_after_init(mode):
 
 
 # Many small decompositions at once on a CPU whose cores are fewer than the devices: a batched kernel never comes back.
+@pytest.mark.slow
 def test_many_matrices_do_not_hang():
     shapes = {f"a{i}": (64, 64) for i in range(24)} | {f"b{i}": (128, 128) for i in range(16)}
     tx = scale_by_rekls(param_specs=P("tp"), mesh=Mesh(np.array(jax.devices()), ("tp",)), numerics=REFERENCE)

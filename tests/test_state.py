@@ -46,8 +46,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS, ids=str)
-@pytest.mark.parametrize("inner", ["adam", "laprop"])
-@pytest.mark.parametrize(("x64", "jit"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(("inner", "x64", "jit"), [("adam", True, True), ("laprop", True, True), ("adam", False, False)])
 def test_state_is_float32_and_updates_have_the_gradients_dtype(dtype, gradient_dtype, inner, jit, x64):
     with jax.enable_x64(x64):
         params = {"w": jnp.ones((6, 4), dtype), "b": jnp.ones(4, dtype)}
