@@ -38,14 +38,13 @@ def test_every_layout_equals_one_device(mode, placement):
 
 
 OPTIONS = {
-    "laprop": {"inner": "laprop", "eps": 1e-2},
-    "l2": {"weight_decay": 0.1, "weight_decay_method": "l2", "eps": 1e-2},
+    "laprop": {"inner": "laprop", "weight_decay": 0.1, "weight_decay_method": "l2", "eps": 1e-2},
     "reference": {"numerics": REFERENCE, "eps": 1e-2},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "option"), [("auto", "laprop"), ("explicit", "l2"), ("shard_map", "reference")])
+@pytest.mark.parametrize(("mode", "option"), [("explicit", "laprop"), ("shard_map", "reference")])
 def test_options_equal_one_device(mode, option):
     with jax.enable_x64(True):
         problem, (params, _) = problem_and_answer(tuple(FEW), "float64", **OPTIONS[option])
@@ -53,11 +52,10 @@ def test_options_equal_one_device(mode, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["data", ("tp", "data")], ids=str)
-def test_the_work_may_be_divided_over_any_axes(axes):
+def test_the_work_may_be_divided_over_axes_in_any_order():
     with jax.enable_x64(True):
         problem, (params, _) = problem_and_answer(tuple(FEW), "float64", eps=1e-2)
-        assert largest_difference(problem.many("auto", eigh_axes=axes)[0], params) < 1e-9
+        assert largest_difference(problem.many("auto", eigh_axes=("tp", "data"))[0], params) < 1e-9
 
 
 @pytest.mark.slow
@@ -93,13 +91,13 @@ def test_bfloat16_parameters():
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 4, 2, 1])
 def test_replicated_equals_one_device_bit_for_bit(devices):
-    problem, answer = op_by_op()
+    problem, answer = op_by_op(steps=5 if devices == 8 else 2)
     assert_same(problem.many("auto", devices, jit=False, eigh_placement="replicated"), answer)
 
 
 @functools.cache
-def op_by_op():
-    problem = Problem(("rows", "columns", "tall", "wide", "replicated"), numerics=REFERENCE, steps=5)
+def op_by_op(steps):
+    problem = Problem(("rows", "columns", "tall", "wide", "replicated"), numerics=REFERENCE, steps=steps)
     return problem, jax.tree.map(np.asarray, problem.one_device(jit=False))
 
 
