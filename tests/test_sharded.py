@@ -24,7 +24,13 @@ def problem_and_answer(names=tuple(EVERY), dtype="float32", **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "placement"), [("auto", "split"), ("explicit", "split"), ("shard_map", "split"), ("shard_map", "replicated")]
+    ("mode", "placement"),
+    [
+        ("auto", "split"),
+        ("shard_map", "split"),
+        pytest.param("explicit", "split", marks=pytest.mark.exhaustive),
+        pytest.param("shard_map", "replicated", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_every_layout_equals_one_device(mode, placement):
     with jax.enable_x64(True):
@@ -43,6 +49,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "option"), [("explicit", "laprop"), ("shard_map", "reference")])
 def test_options_equal_one_device(mode, option):
@@ -51,6 +58,7 @@ def test_options_equal_one_device(mode, option):
         assert largest_difference(problem.many(mode)[0], params) < 1e-9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_work_may_be_divided_over_axes_in_any_order():
     with jax.enable_x64(True):
@@ -58,6 +66,7 @@ def test_the_work_may_be_divided_over_axes_in_any_order():
         assert largest_difference(problem.many("auto", eigh_axes=("tp", "data"))[0], params) < 1e-9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "mode"), [(1, "explicit"), (2, "shard_map"), (4, "auto")])
 def test_any_number_of_devices_equals_one(devices, mode):
@@ -78,6 +87,7 @@ def test_float32_from_a_cold_start():
         assert largest_difference(got[name], params[name]) < 3e-2 * move
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bfloat16_parameters():
     problem, (params, _) = problem_and_answer(tuple(FEW), "bfloat16")
@@ -89,7 +99,7 @@ def test_bfloat16_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [8, 4, 2, 1])
+@pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (4, 2, 1))])
 def test_replicated_equals_one_device_bit_for_bit(devices):
     problem, answer = op_by_op(steps=5 if devices == 8 else 2)
     assert_same(problem.many("auto", devices, jit=False, eigh_placement="replicated"), answer)
@@ -101,6 +111,7 @@ def op_by_op(steps):
     return problem, jax.tree.map(np.asarray, problem.one_device(jit=False))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_replicated_equals_one_device_under_jit(mode):
@@ -109,6 +120,7 @@ def test_replicated_equals_one_device_under_jit(mode):
     assert largest_difference(got, params) <= 1e-6 * max(np.abs(x).max() for x in jax.tree.leaves(params))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_copies_stay_bit_equal():
     problem = Problem(FEW, steps=1)
@@ -122,6 +134,7 @@ def test_copies_stay_bit_equal():
                 np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_optimizer_inside_and_outside():
     problem, (params, _) = problem_and_answer(("rows", "stack"), eps=1e-2, steps=3)
@@ -142,6 +155,7 @@ def test_one_optimizer_inside_and_outside():
     assert largest_difference(got, params) < 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_loop_over_steps_inside_shard_map():
     problem, (params, _) = problem_and_answer(("rows", "replicated"), eps=1e-2)
@@ -203,6 +217,7 @@ def test_a_nan_on_one_device_makes_all_skip_the_step():
     assert_same(step({"w": jnp.ones((16, 24)).at[13, 5].set(jnp.nan)}, *before), before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("data", "tp"), P("tp"), P(None, "tp")], ids=str)
 def test_rows_and_columns_without_gradient_stay_put(spec):

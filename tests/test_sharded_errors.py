@@ -18,7 +18,7 @@ MESH = mesh_of(8)
 
 
 def mesh_16():
-    return jax.sharding.AbstractMesh((16,), ("tp",))
+    return jax.sharding.AbstractMesh((16,), ("tp",), axis_types=(AxisType.Auto,))
 
 
 SPECS = [
