@@ -142,7 +142,7 @@ def train(name: str, options: argparse.Namespace, text: np.ndarray, mesh: Mesh, 
             bar.update()
             if last:
                 break
-    if diverged:
+    if diverged and not is_helper():
         print(f"{name} diverged: the loss was {run.losses[-1]} at step {taken}. Try a smaller --lr.")
     run.params = devices.whole(state.params, mesh)
     run.devices = devices.report(state.opt_state, mesh, statistics.median(run.milliseconds))
@@ -260,13 +260,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not is_helper():
         print(f"{len(text):,} bytes of text from {options.text or lm.standard_library()}")
     runs: list[Run] = []
-    with Interrupt() as interrupt, jax.set_mesh(mesh):
+    with Interrupt() as interrupt:
         for name in ("rekls", "adamw") if options.compare else (options.optimizer or "rekls",):
-            runs.append(train(name, options, text, mesh, interrupt))
+            with jax.set_mesh(mesh):
+                runs.append(train(name, options, text, mesh, interrupt))
             if interrupt.asked:
                 break
-    if not is_helper():
-        report(runs, options, text)
+        if not is_helper():
+            report(runs, options, text)
     return 130 if interrupt.asked else 0
 
 

@@ -131,8 +131,9 @@ def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: str, is_leaf:
         return []
     found = [next((path[:i] for i in range(len(path) + 1) if path[:i] in given), None) for path in wanted]
     problems = [f"nothing for the parameter {_name(path)}" for path, at in zip(wanted, found, strict=True) if at is None]
-    nodes = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=lambda node: not jax.tree.leaves(node))]
-    unused = [path for path in given if not any(path[: len(n)] == n or n[: len(path)] == path for n in nodes)]
+    nodes = {path for path, _ in jax.tree.leaves_with_path(params, is_leaf=lambda node: not jax.tree.leaves(node))}
+    above = {path[:i] for path in nodes for i in range(len(path) + 1)}
+    unused = [path for path in given if path not in above and not any(path[:i] in nodes for i in range(len(path)))]
     problems += [f"{_name(path)}, which is no parameter" for path in unused]
     if problems:
         raise ValueError(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 
 from rekls_jax import REFERENCE, Numerics, ReklsState
 from rekls_jax import scale_by_rekls as scale_by_rekls
@@ -79,16 +78,3 @@ def assert_same(a: Any, b: Any, **tolerance: float) -> None:
 
 def structure(tree: Any) -> Any:
     return jax.tree.structure(tree)
-
-
-def count_primitive(function: Any, name: str, *arguments: Any) -> int:
-    """How often a primitive is called in one call of `function`, calls inside calls included."""
-
-    def count(jaxpr: Any) -> int:
-        total = 0
-        for equation in jaxpr.eqns:
-            total += equation.primitive.name == name
-            total += sum(count(inner) for inner in jaxprs_in_params(equation.params))
-        return total
-
-    return count(jax.make_jaxpr(function)(*arguments).jaxpr)
