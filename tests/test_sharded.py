@@ -26,7 +26,7 @@ def problem_and_answer(names=tuple(EVERY), dtype="float32", **options):
 @pytest.mark.parametrize(
     ("mode", "placement"),
     [
-        ("auto", "split"),
+        pytest.param("auto", "split", marks=pytest.mark.exhaustive),
         ("shard_map", "split"),
         pytest.param("explicit", "split", marks=pytest.mark.exhaustive),
         pytest.param("shard_map", "replicated", marks=pytest.mark.exhaustive),
@@ -75,6 +75,7 @@ def test_any_number_of_devices_equals_one(devices, mode):
         assert largest_difference(problem.many(mode, devices)[0], params) < 1e-9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_float32_from_a_cold_start():
     # Off the diagonal the first update is round-off over (round-off + floor): on one device a gradient that differs by one
@@ -174,6 +175,7 @@ def test_a_loop_over_steps_inside_shard_map():
     assert largest_difference(jax.jit(train)(problem.params, stream), params) < 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_two_forms_of_the_example_learn_alike():
     in_shard_map, under_jit = tensor_parallel.main(steps=25)
@@ -229,6 +231,7 @@ def test_rows_and_columns_without_gradient_stay_put(spec):
     assert_same(np.asarray(updates["w"]) == 0, np.asarray(G) == 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_decomposition_that_fails_on_one_device(monkeypatch):
     tx = scale_by_rekls(param_specs=P("tp"), mesh=mesh_of(8))
