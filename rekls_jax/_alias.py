@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from rekls_jax import _checks, _matrix_view, _mesh
 from rekls_jax._dtype import in_state_dtype
+from rekls_jax._eigenbasis import Eigh
 from rekls_jax._matrix_view import DimensionNumbers
 from rekls_jax._mesh import ParamSpecs
-from rekls_jax._transform import scale_by_rekls
-from rekls_jax._types import Numerics
+from rekls_jax._transform import EVERY_STEP, MAX_PRECOND_DIM, scale_by_rekls
+from rekls_jax._types import Eigenbasis, Numerics
 from rekls_jax._weight_decay import METHODS, Mask, is_zero
 
 
@@ -28,7 +30,13 @@ def rekls(
     *,
     weight_decay_method: str = "decoupled",
     inner: str = "adam",
+    nesterov: bool = False,
+    max_update_rms: float | jax.Array = 0.0,
+    factors: str = "kl",
+    eigenbasis: Eigenbasis = Eigh(),
     numerics: Numerics = Numerics(),
+    precondition_frequency: int | np.integer = EVERY_STEP,
+    max_precond_dim: int | np.integer = MAX_PRECOND_DIM,
     dimension_numbers: DimensionNumbers = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     fallback: optax.GradientTransformation | None = None,
@@ -127,7 +135,13 @@ def rekls(
         shampoo_beta,
         eps,
         inner=inner,
+        nesterov=nesterov,
+        max_update_rms=max_update_rms,
+        factors=factors,
+        eigenbasis=eigenbasis,
         numerics=numerics,
+        precondition_frequency=precondition_frequency,
+        max_precond_dim=max_precond_dim,
         mu_dtype=mu_dtype,
         mesh=mesh,
         eigh_axes=eigh_axes,
@@ -136,8 +150,8 @@ def rekls(
     direction()  # for its errors
     decays = callable(weight_decay) or not is_zero(weight_decay)
 
-    def routed(params: optax.Params) -> optax.GradientTransformation:
-        """For a tree like the params."""
+    def routed(params: optax.Params, like: optax.Params, what: str) -> optax.GradientTransformation:
+        """For a tree like the params; errors are about `like`, the params or their gradients."""
         # Called here, since inside `partition` they would see but their own leaves. Not without leaves:
         # `optax.tree_map_params` calls `init` with a tree of its own.
         tree, numbers, specs = (
@@ -148,7 +162,7 @@ def rekls(
             _checks.decay_mask(tree, params)
         directions = {
             "rekls": direction(dimension_numbers=numbers, param_specs=specs),
-            "fallback": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
+            "fallback": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nesterov=nesterov),
         }
         finish = METHODS[weight_decay_method]
         optimizers: dict[str, optax.GradientTransformation] = {
@@ -157,18 +171,20 @@ def rekls(
         }
         if fallback is not None:
             optimizers["fallback"] = fallback
-        return optax.partition(optimizers, _labels(numbers, params))
+        return optax.partition(optimizers, labels(what, like, numbers, specs))
 
-    def check_specs(what: str, tree: optax.Params) -> None:
-        """Of all leaves, those of the fallback too."""
+    def labels(what: str, tree: optax.Params, numbers: Any, specs: Any) -> Any:
+        """Which of the two optimizers each leaf gets."""
         leaves = _checks.named_leaves(what, tree)
-        place = _mesh.find(mesh, leaves, specs_given=param_specs is not None)
-        _mesh.specs_of(param_specs, tree, leaves, place)
+        views = _matrix_view.views(numbers, tree, leaves)
+        place = _mesh.find(mesh, leaves, specs_given=specs is not None)
+        layouts = _mesh.layouts(leaves, views, _mesh.specs_of(specs, tree, leaves, place), place, int(max_precond_dim))
+        each = ["fallback" if layout is None else "rekls" for layout in layouts]
+        return jax.tree.unflatten(jax.tree.structure(tree), each)
 
     def init(params: optax.Params) -> optax.OptState:
         _checks.floating_leaves("parameter", params)
-        check_specs("parameter", params)
-        return routed(params).init(params)
+        return routed(params, params, "parameter").init(params)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
@@ -176,7 +192,6 @@ def rekls(
         like = _like_params(state, own_fallback=fallback is None)
         _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, like)
-        check_specs("gradient", updates)
         if params is not None:
             _checks.same_shapes("parameter", params, like)
         elif decays:
@@ -184,15 +199,10 @@ def rekls(
                 "`update` needs `params` for weight decay, got None: call `tx.update(gradients, state, params)`, or pass "
                 "`weight_decay=0.0`."
             )
-        return routed(updates if params is None else params).update(updates, state, params, **extra_args)
+        tx = routed(updates if params is None else params, updates, "gradient")
+        return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _labels(dimension_numbers: DimensionNumbers, params: optax.Params) -> Any:
-    views = _matrix_view.views(dimension_numbers, params, _checks.named_leaves("parameter", params))
-    labels = ["fallback" if view is None else "rekls" for view in views]
-    return jax.tree.unflatten(jax.tree.structure(params), labels)
 
 
 def _like_params(state: optax.OptState, *, own_fallback: bool) -> Any:

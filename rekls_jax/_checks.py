@@ -32,6 +32,20 @@ def non_negative(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a finite number >= 0, got {value}.")
 
 
+def positive_int(name: str, value: Any) -> int:
+    """Python's or NumPy's: the program depends on it."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        advice = (
+            f" Under `optax.inject_hyperparams` pass `static_args={name!r}`."
+            if isinstance(value, (jax.Array, np.ndarray))
+            else ""
+        )
+        raise TypeError(f"`{name}` must be an int >= 1, got {value!r} of type {type(value).__name__}.{advice}")
+    if value < 1:
+        raise ValueError(f"`{name}` must be an int >= 1, got {value}.")
+    return int(value)
+
+
 def number_or_schedule(name: str, value: Any) -> None:
     if callable(value):
         return
@@ -95,10 +109,11 @@ def named_leaves(what: str, tree: PyTree) -> dict[str, Any]:
     return {f"{what} {_name(path)}": leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def no_matrix(name: str, leaf: Any) -> ValueError:
+def no_matrix(name: str, leaf: Any, max_precond_dim: int) -> ValueError:
     return ValueError(
-        f"`scale_by_rekls` takes matrices with at least one entry, 2-D or named by `dimension_numbers`, got the {name} "
-        f"of shape {leaf.shape}. `rekls` sends all other leaves to its `fallback`."
+        f"`scale_by_rekls` takes matrices with at least one entry, 2-D or named by `dimension_numbers`, with a side of at "
+        f"most `max_precond_dim`, {max_precond_dim}; got the {name} of shape {leaf.shape}. `rekls` sends all other leaves "
+        "to its `fallback`."
     )
 
 

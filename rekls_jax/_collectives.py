@@ -55,6 +55,10 @@ class Part(NamedTuple):
     def own(self, x: jax.Array, axis: int = 0) -> jax.Array:
         return self._along(own, x, axis, self.side.sizes)
 
+    def sum(self, x: jax.Array) -> jax.Array:
+        names = sum(self.side.names, ())
+        return jax.lax.psum(x, names) if names else x
+
     def _along(self, function: Callable[..., jax.Array], x: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
         if not any(self.side.names):
             return x
@@ -66,7 +70,8 @@ class Part(NamedTuple):
 
 
 def division(sides: Sides) -> Division:
-    return Division(Part(sides.rows), Part(sides.columns), Part(sides.left), Part(sides.right))
+    left, right = (None if side is None else Part(side) for side in (sides.left, sides.right))
+    return Division(Part(sides.rows), Part(sides.columns), left, right)
 
 
 def gather_all(arrays: Any, specs: Any) -> Any:

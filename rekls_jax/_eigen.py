@@ -1,15 +1,12 @@
-"""Eigenbases of symmetric matrices: the one `eigh`, its guard, and what is carried into and out of a pair of bases."""
+"""What is carried into and out of a pair of eigenbases, and from one pair into the next. A side without one, None, is I."""
 
 import jax
 import jax.numpy as jnp
 
-from rekls_jax._types import Division, Eigen
+from rekls_jax._types import Division, Eigen, Part
 
-
-def eigh(S: jax.Array) -> Eigen:
-    """Eigendecomposition of `S` (m, m), exactly symmetric; eigenvalues descending. NaN where it fails."""
-    values, vectors = jnp.linalg.eigh(S, symmetrize_input=False)
-    return Eigen(values[::-1], vectors[:, ::-1])
+Pair = tuple[Eigen | None, Eigen | None]
+"""Of L and of R."""
 
 
 def guard(new: Eigen, previous: Eigen) -> tuple[Eigen, jax.Array]:
@@ -22,30 +19,55 @@ def guard(new: Eigen, previous: Eigen) -> tuple[Eigen, jax.Array]:
     return jax.tree.map(lambda x, y: jnp.where(succeeded, x, y), new, previous), succeeded
 
 
-def project(x: jax.Array, left: Eigen, right: Eigen, division: Division) -> jax.Array:
+def descending(eigen: Eigen) -> tuple[Eigen, jax.Array]:
+    """Columns sorted by their eigenvalues, and which column stood at each place before, (m,)."""
+    order = jnp.argsort(eigen.values, descending=True)
+    return Eigen(eigen.values[order], eigen.vectors[:, order]), order
+
+
+def project(x: jax.Array, bases: Pair, division: Division) -> jax.Array:
     """`Q_L^T x Q_R`, (m, n): a matrix of the parameter's basis seen in the eigenbasis. Own part of own part."""
-    return _between(left.vectors.T, x, right.vectors, division)
+    Q_L, Q_R = map(_vectors, bases)
+    return _between(None if Q_L is None else Q_L.T, x, Q_R, division)
 
 
-def restore(x: jax.Array, left: Eigen, right: Eigen, division: Division) -> jax.Array:
+def restore(x: jax.Array, bases: Pair, division: Division) -> jax.Array:
     """`Q_L x Q_R^T`, (m, n): back from the eigenbasis. Own part of own part."""
-    return _between(left.vectors, x, right.vectors.T, division)
+    Q_L, Q_R = map(_vectors, bases)
+    return _between(Q_L, x, None if Q_R is None else Q_R.T, division)
 
 
-def carry_second_moment(nu: jax.Array, old: tuple[Eigen, Eigen], new: tuple[Eigen, Eigen], division: Division) -> jax.Array:
+def carry_second_moment(nu: jax.Array, old: Pair, new: Pair, division: Division) -> jax.Array:
     """`(A*A) V (B*B)^T` with `A = Q_L_new^T Q_L_old`, `B = Q_R_new^T Q_R_old`, (m, n). Own part of own part.
 
     The variance of independent entries under a change of basis: A*A and B*B are doubly stochastic, so that V stays
     non-negative and keeps its sum, and a mere change of sign or order of the eigenvectors moves it exactly along.
     """
-    A2, B2 = (
-        part.gather(jnp.square(part.own(n.vectors.T) @ o.vectors))
-        for part, n, o in zip((division.left, division.right), new, old, strict=True)
-    )
-    return _between(A2, nu, B2.T, division)
+
+    def overlap(part: Part | None, new: Eigen | None, old: Eigen | None) -> jax.Array | None:
+        if part is None or new is None or old is None:
+            return None
+        return part.gather(jnp.square(part.own(new.vectors.T) @ old.vectors))
+
+    A2, B2 = (overlap(*side) for side in zip((division.left, division.right), new, old, strict=True))
+    return _between(A2, nu, None if B2 is None else B2.T, division)
 
 
-def _between(A: jax.Array, x: jax.Array, B: jax.Array, division: Division) -> jax.Array:
+def reorder_second_moment(nu: jax.Array, orders: tuple[jax.Array | None, jax.Array | None], division: Division) -> jax.Array:
+    """V with its rows and columns at the new places of the eigenvectors, (m, n). Own part of own part."""
+    for axis, (order, part) in enumerate(zip(orders, (division.rows, division.columns), strict=True)):
+        if order is not None:
+            nu = part.own(jnp.take(part.gather(nu, axis), order, axis), axis)
+    return nu
+
+
+def _vectors(eigen: Eigen | None) -> jax.Array | None:
+    return None if eigen is None else eigen.vectors
+
+
+def _between(A: jax.Array | None, x: jax.Array, B: jax.Array | None, division: Division) -> jax.Array:
     """Own part of `A X B` from whole `A` (m, m), own part `x` of X (m, n) and whole `B` (n, n)."""
     rows, columns = division.rows, division.columns
-    return rows.own(A) @ rows.gather(columns.gather(x, axis=1) @ columns.own(B, axis=1))
+    if B is not None:
+        x = columns.gather(x, axis=1) @ columns.own(B, axis=1)
+    return x if A is None else rows.own(A) @ rows.gather(x)

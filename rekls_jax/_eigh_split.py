@@ -4,22 +4,25 @@ Every device enters with all matrices and leaves with all decompositions, having
 (d, d): d³.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekls_jax import _collectives, _eigen
+from rekls_jax import _collectives
 from rekls_jax._layout import AxisNames
-from rekls_jax._types import Eigen
+from rekls_jax._types import Eigen, Eigenbasis
 
 
 class Stack(NamedTuple):
     """Symmetric matrices (k, d, d), the same on all devices but along `batch`, where each device has others."""
 
     matrices: jax.Array
+    previous: Eigen  # (k, d), (k, d, d): the bases they had before
+    wanted: jax.Array | None  # (k,) bool: which to decompose, the others keep what they had; None: all
     batch: AxisNames
 
 
@@ -56,19 +59,22 @@ def assign(groups: Sequence[Group], axis_sizes: Mapping[str, int]) -> list[np.nd
     return tables
 
 
-def decompose(stacks: Sequence[Stack], eigh_axes: AxisNames) -> list[Eigen]:
-    """Of each stack, in its order, on every device; NaN where `eigh` fails. Equal sizes travel together."""
+def decompose(stacks: Sequence[Stack], eigenbasis: Eigenbasis, first: jax.Array, eigh_axes: AxisNames) -> list[Eigen]:
+    """Of each stack, in its order, on every device; NaN where `eigenbasis` fails. Equal sizes travel together."""
     members: dict[tuple[int, jnp.dtype, AxisNames], list[int]] = {}
-    for i, (matrices, batch) in enumerate(stacks):
-        members.setdefault((matrices.shape[-1], matrices.dtype, batch), []).append(i)
+    for i, stack in enumerate(stacks):
+        members.setdefault((stack.matrices.shape[-1], stack.matrices.dtype, stack.batch), []).append(i)
     groups = [
         Group(size, sum(len(stacks[i].matrices) for i in indices), tuple(name for name in eigh_axes if name not in batch))
         for (size, _, batch), indices in members.items()
     ]
     tables = assign(groups, {name: _collectives.axis_size((name,)) for name in eigh_axes})
-    merged = [jnp.concatenate([stacks[i].matrices for i in indices]) for indices in members.values()]
+    merged = [jax.tree.map(lambda *x: jnp.concatenate(x), *(stacks[i][:3] for i in indices)) for indices in members.values()]
     # All shares before the first exchange: a device without work of one size goes on with the next.
-    shares = [_own_share(S, table, group.names) for S, table, group in zip(merged, tables, groups, strict=True)]
+    shares = [
+        _own_share(work, table, group.names, eigenbasis, first)
+        for work, table, group in zip(merged, tables, groups, strict=True)
+    ]
     results: dict[int, Eigen] = {}
     for indices, share, table, group in zip(members.values(), shares, tables, groups, strict=True):
         eigen = _exchange(share, table, group.names)
@@ -78,41 +84,52 @@ def decompose(stacks: Sequence[Stack], eigh_axes: AxisNames) -> list[Eigen]:
     return [results[i] for i in range(len(stacks))]
 
 
-def _own_share(S: jax.Array, table: np.ndarray, names: AxisNames) -> Eigen:
-    """Decompositions of this worker's row of `table`, (slots, …); of any matrix in the place of a -1."""
-    if len(table) == 1:
-        return _each(S)
-    mine = _collectives.own(jnp.asarray(table), names)[0]
-    return _each(S[jnp.maximum(mine, 0)], mine >= 0)
+Work = tuple[jax.Array, Eigen, jax.Array | None]
+"""`matrices`, `previous` and `wanted` of a `Stack`."""
 
 
-def _each(S: jax.Array, wanted: jax.Array | None = None) -> Eigen:
-    """Decompositions of `S` (slots, d, d); anything where not `wanted` (slots,)."""
+def _own_share(work: Work, table: np.ndarray, names: AxisNames, eigenbasis: Eigenbasis, first: jax.Array) -> Eigen:
+    """What came of this worker's row of `table`, (slots, …); of a -1 what some matrix had before."""
+    if len(table) > 1:
+        mine = _collectives.own(jnp.asarray(table), names)[0]
+        matrices, previous, wanted = jax.tree.map(lambda x: x[jnp.maximum(mine, 0)], work)
+        work = matrices, previous, mine >= 0 if wanted is None else wanted & (mine >= 0)
     # On a CPU never the batch: its kernel runs it on the threads that simulated devices wait in, and all wait for good.
-    return jax.lax.platform_dependent(S, wanted, cpu=_one_by_one, default=_together)
+    one_by_one, together = (functools.partial(f, eigenbasis) for f in (_one_by_one, _together))
+    return jax.lax.platform_dependent(work, first, cpu=one_by_one, default=together)
 
 
-def _one_by_one(S: jax.Array, wanted: jax.Array | None) -> Eigen:
+def _one_by_one(eigenbasis: Eigenbasis, work: Work, first: jax.Array) -> Eigen:
     def one(i: int) -> Eigen:
-        return _alone(S[i]) if wanted is None else jax.lax.cond(wanted[i], _alone, lambda S: Eigen(S[0], S), S[i])
+        S, previous, wanted = jax.tree.map(lambda x: x[i], work)
+        if wanted is None:
+            return _alone(eigenbasis, S, previous, first)
+        return jax.lax.cond(wanted, lambda: _alone(eigenbasis, S, previous, first), lambda: previous)
 
     # Unrolled: on one device, cores that are free take several at a time.
-    return jax.tree.map(lambda *x: jnp.stack(x), *map(one, range(len(S))))
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(one, range(len(work[0]))))
 
 
-@jax.custom_jvp
-def _alone(S: jax.Array) -> Eigen:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _alone(eigenbasis: Eigenbasis, S: jax.Array, previous: Eigen, first: jax.Array) -> Eigen:
     """Never in a batch, not even under the caller's `vmap`."""
-    return jax.custom_batching.sequential_vmap(_eigen.eigh)(S)
+    return jax.custom_batching.sequential_vmap(eigenbasis.refresh)(S, previous, first)
 
 
 @_alone.defjvp
-def _alone_jvp(S: tuple[jax.Array], dS: tuple[jax.Array]) -> tuple[Eigen, Eigen]:
-    return jax.jvp(_eigen.eigh, S, dS)  # `sequential_vmap` has no reverse mode
+def _alone_jvp(eigenbasis: Eigenbasis, arguments: Any, tangents: Any) -> tuple[Eigen, Eigen]:
+    return jax.jvp(eigenbasis.refresh, arguments, tangents)  # `sequential_vmap` has no reverse mode
 
 
-def _together(S: jax.Array, wanted: jax.Array | None) -> Eigen:
-    return jax.vmap(_eigen.eigh)(S)
+def _together(eigenbasis: Eigenbasis, work: Work, first: jax.Array) -> Eigen:
+    def all_of(matrices: jax.Array, previous: Eigen) -> Eigen:
+        return jax.vmap(eigenbasis.refresh, in_axes=(0, 0, None))(matrices, previous, first)
+
+    matrices, previous, wanted = work
+    if wanted is None:
+        return all_of(matrices, previous)
+    new = jax.lax.cond(jnp.any(wanted), all_of, lambda _, previous: previous, matrices, previous)
+    return jax.vmap(functools.partial(jax.tree.map, jnp.where))(Eigen(wanted, wanted), new, previous)
 
 
 def _exchange(share: Eigen, table: np.ndarray, names: AxisNames) -> Eigen:

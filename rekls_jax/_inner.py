@@ -6,7 +6,9 @@ With G' = project(G), v_t = 1 - b2^t, m_t = 1 - b1^t:
     Adam (arXiv:1412.6980)     M' = b1 project(M) + (1 - b1) G' ;  update = restore(M' / m_t / D) ;  M <- b1 M + (1 - b1) G
     LaProp (arXiv:2002.04839)  M <- b1 M + (1 - b1) restore(G' / D) ;  update = M / m_t
 
-M stays in the basis of G: it then needs no old basis, and no sign that another `eigh` would choose otherwise.
+With Nesterov's momentum (NAdam, arXiv:1412.6980's as Dozat 2016 has it) M'/m_t becomes b1 M'/m_(t+1) + (1 - b1) G'/m_t, and
+LaProp's likewise. M stays in the basis of G: it then needs no old basis, and no sign that another `eigh` would choose
+otherwise.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,8 @@ import jax.numpy as jnp
 from rekls_jax._types import Hyperparameters
 
 Transform = Callable[[jax.Array], jax.Array]
+Momentum = Callable[[jax.Array, jax.Array, float | jax.Array, jax.Array], jax.Array]
+"""(M, the newest term of the average M, b1, t) -> what stands for M / m_t."""
 Inner = Callable[
     [jax.Array, jax.Array, jax.Array, Transform, Transform, Hyperparameters, jax.Array],
     tuple[jax.Array, jax.Array, jax.Array],
@@ -24,8 +28,25 @@ Inner = Callable[
 """(G, mu, nu, project, restore, hyperparameters, t) -> (update, mu, nu), all of G's shape."""
 
 
+def bias_corrected(M: jax.Array, newest: jax.Array, b1: float | jax.Array, t: jax.Array) -> jax.Array:
+    del newest
+    return M / (1 - b1**t)
+
+
+def nesterov(M: jax.Array, newest: jax.Array, b1: float | jax.Array, t: jax.Array) -> jax.Array:
+    """M as it will be at the next step, if that brings no gradient: the newest counts twice."""
+    return b1 * M / (1 - b1 ** (t + 1)) + (1 - b1) * newest / (1 - b1**t)
+
+
 def adam(
-    G: jax.Array, mu: jax.Array, nu: jax.Array, project: Transform, restore: Transform, hyper: Hyperparameters, t: jax.Array
+    G: jax.Array,
+    mu: jax.Array,
+    nu: jax.Array,
+    project: Transform,
+    restore: Transform,
+    hyper: Hyperparameters,
+    t: jax.Array,
+    momentum: Momentum = bias_corrected,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adam: averages the gradient, then normalises."""
     rotated = project(G)
@@ -33,18 +54,26 @@ def adam(
     # Not project(new mu): numerator and denominator must share the round-off of G', which at step 1 is all there is
     # off the diagonal (measured on 128x64: update RMS 3.2 where 0.9 is meant).
     mean = hyper.b1 * project(mu) + (1 - hyper.b1) * rotated
-    update = restore(_divide(mean / (1 - hyper.b1**t), scale))
+    update = restore(_divide(momentum(mean, rotated, hyper.b1, t), scale))
     return update, hyper.b1 * mu + (1 - hyper.b1) * G, nu
 
 
 def laprop(
-    G: jax.Array, mu: jax.Array, nu: jax.Array, project: Transform, restore: Transform, hyper: Hyperparameters, t: jax.Array
+    G: jax.Array,
+    mu: jax.Array,
+    nu: jax.Array,
+    project: Transform,
+    restore: Transform,
+    hyper: Hyperparameters,
+    t: jax.Array,
+    momentum: Momentum = bias_corrected,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """LaProp: normalises the gradient, then averages."""
     rotated = project(G)
     nu, scale = _second_moment(rotated, nu, hyper, t)
-    mu = hyper.b1 * mu + (1 - hyper.b1) * restore(_divide(rotated, scale))
-    return mu / (1 - hyper.b1**t), mu, nu
+    normalised = restore(_divide(rotated, scale))
+    mu = hyper.b1 * mu + (1 - hyper.b1) * normalised
+    return momentum(mu, normalised, hyper.b1, t), mu, nu
 
 
 def _second_moment(rotated: jax.Array, nu: jax.Array, hyper: Hyperparameters, t: jax.Array) -> tuple[jax.Array, jax.Array]:

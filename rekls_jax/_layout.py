@@ -1,7 +1,8 @@
 """Static: which part of a parameter, of its factors and of its stack lies on which axes of the mesh.
 
 The moments lie as the parameter does. The rows of L and R are divided over all the axes that divide the matrix, so that
-no device keeps a whole factor; a factor whose size these do not divide stays whole on every device.
+no device keeps a whole factor; a factor whose size these do not divide stays whole on every device, one of more than
+`max_precond_dim` rows is never made.
 """
 
 import math
@@ -32,8 +33,8 @@ class Sides(NamedTuple):
     batch: AxisNames  # the mesh axes that divide the stack
     rows: Side  # m, of the parameter and its moments
     columns: Side  # n, of the parameter and its moments
-    left: Side  # the rows of L and Q_L
-    right: Side  # the rows of R and Q_R
+    left: Side | None  # the rows of L and Q_L; None where m is too long for a factor, and stays the identity
+    right: Side | None  # the rows of R and Q_R
 
 
 class Layout(NamedTuple):
@@ -46,22 +47,28 @@ class Layout(NamedTuple):
     def undivided(self) -> "Layout":
         """Of the same parameter where every device holds it whole."""
         rows, columns = (Side((side.size(),), ((),)) for side in (self.sides.rows, self.sides.columns))
+        left, right = rows if self.sides.left else None, columns if self.sides.right else None
         return Layout(
-            self.view, Sides((), rows, columns, rows, columns), self.specs._make(len(self.specs) * [PartitionSpec()])
+            self.view, Sides((), rows, columns, left, right), self.specs._make(len(self.specs) * [PartitionSpec()])
         )
 
 
-def layout(shape: tuple[int, ...], view: View, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> Layout:
+def layout(
+    shape: tuple[int, ...], view: View, spec: PartitionSpec, axis_sizes: Mapping[str, int], max_precond_dim: int
+) -> Layout:
     """Of a parameter of the (whole) `shape`, under a `spec` that fits it: see `check_names`."""
     names = axis_names(spec, len(shape))
     rows, columns = (_side([(shape[axis], names[axis]) for axis in axes]) for axes in (view.rows, view.columns))
     over = sum(rows.names + columns.names, ())
     left, right = (
-        Side((side.size(),), (over if side.size() % _devices(over, axis_sizes) == 0 else (),)) for side in (rows, columns)
+        None
+        if side.size() > max_precond_dim
+        else Side((side.size(),), (over if side.size() % _devices(over, axis_sizes) == 0 else (),))
+        for side in (rows, columns)
     )
     stack = [names[axis] or None for axis in view.batch]
     like_param = PartitionSpec(*(over or None for over in names))
-    on_left, on_right = (PartitionSpec(*stack, side.names[0] or None, None) for side in (left, right))
+    on_left, on_right = (PartitionSpec(*stack, (side.names[0] or None) if side else None, None) for side in (left, right))
     values, counts = PartitionSpec(*stack, None), PartitionSpec(*stack)
     specs: list[Any] = [like_param, like_param, on_left, on_right, on_left, on_right, values, values, counts]
     return Layout(

@@ -1,8 +1,9 @@
-"""One matrix G (m, n), around any eigendecomposition: `accumulate` before it, `apply` after it.
+"""One matrix G (m, n), around any eigendecomposition.
 
 accumulate   L, R from G and the bases of the step before
-decompose    elsewhere: eigh(L), eigh(R)
-apply        update, mu, nu from G and the new bases
+decompose    elsewhere: new bases of L and R
+refresh      the new bases, and V in them
+apply        update, mu, nu from G and the bases
 
 A device computes its own part of each; `division` says which that is, on one device all.
 """
@@ -12,9 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rekls_jax import _eigen, _kl
+from rekls_jax import _eigen, _factors
 from rekls_jax._inner import Inner
-from rekls_jax._types import Division, Eigen, Hyperparameters, MatrixState, Numerics, Whole
+from rekls_jax._types import Accumulated, Bases, Division, Eigen, Eigenbasis, Hyperparameters, MatrixState, Numerics, Part
 
 
 class Rule(NamedTuple):
@@ -22,71 +23,119 @@ class Rule(NamedTuple):
 
     hyper: Hyperparameters
     numerics: Numerics
+    factors: _factors.Update
+    eigenbasis: Eigenbasis
     inner: Inner
 
 
-def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, division: Division) -> Whole:
-    """Both factors moved on by the gradient, of which this device has the part `G`, and what they were made from."""
-    hyper, numerics = rule.hyper, rule.numerics
+def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, division: Division) -> tuple[Accumulated, Bases]:
+    """Both factors moved on by the gradient, of which this device has the part `G`, and the bases they were made with."""
     G = division.rows.gather(division.columns.gather(G, axis=1))
-    left = Eigen(state.eig_L, division.left.gather(state.Q_L))
-    right = Eigen(state.eig_R, division.right.gather(state.Q_R))
-    beta_t = _kl.bias_corrected_beta(hyper.shampoo_beta, t)
-    L = _kl.update_factor(state.L, G, right, beta_t, hyper.eps, numerics, division.left)
-    R = _kl.update_factor(state.R, G.T, left, beta_t, hyper.eps, numerics, division.right)
-    return Whole(G, left, right, L, R)
+    left = _whole(state.eig_L, state.Q_L, division.left)
+    right = _whole(state.eig_R, state.Q_R, division.right)
+    beta_t = _factors.bias_corrected_beta(rule.hyper.shampoo_beta, t)
+
+    def moved(factor: jax.Array, G: jax.Array, other: Eigen | None, part: Part | None) -> jax.Array | None:
+        return None if part is None else rule.factors(factor, G, other, beta_t, rule.hyper.eps, rule.numerics, part)
+
+    L, R = moved(state.L, G, right, division.left), moved(state.R, G.T, left, division.right)
+    return Accumulated(G, L, R), Bases(left, right, state.nu, state.eigh_failures)
+
+
+def _whole(values: jax.Array, vectors: jax.Array, part: Part | None) -> Eigen | None:
+    return None if part is None else Eigen(values, part.gather(vectors))
+
+
+def refresh(new: _eigen.Pair, bases: Bases, rule: Rule, t: jax.Array, division: Division) -> Bases:
+    """`bases` after the decomposition of the factors gave `new`."""
+    del t
+    old, sides, orders, failures = (bases.left, bases.right), [], [], bases.eigh_failures
+    for side, previous in zip(new, old, strict=True):
+        order = None
+        if side is not None and previous is not None:
+            side, succeeded = _eigen.guard(side, previous)
+            failures += (~succeeded).astype(failures.dtype)
+            if rule.eigenbasis.continues:
+                side, order = _eigen.descending(side)
+        sides.append(side)
+        orders.append(order)
+    (left, right), nu = sides, bases.nu
+    if rule.numerics.carry_second_moment:
+        nu = _eigen.carry_second_moment(nu, old, (left, right), division)
+    else:
+        nu = _eigen.reorder_second_moment(nu, (orders[0], orders[1]), division)
+    return Bases(left, right, nu, failures)
 
 
 def apply(
-    whole: Whole, left: Eigen, right: Eigen, state: MatrixState, rule: Rule, t: jax.Array, division: Division
+    whole: Accumulated, bases: Bases, state: MatrixState, rule: Rule, t: jax.Array, division: Division
 ) -> tuple[jax.Array, MatrixState]:
-    """Own part of the update (m, n), and `state` moved on; `left`, `right` are what `eigh` made of the factors."""
-    hyper, numerics, nu = rule.hyper, rule.numerics, state.nu
-    left, left_succeeded = _eigen.guard(left, whole.left)
-    right, right_succeeded = _eigen.guard(right, whole.right)
-    failures = jnp.sum(~jnp.stack([left_succeeded, right_succeeded]), dtype=jnp.int32)
-    if numerics.carry_second_moment:
-        nu = _eigen.carry_second_moment(nu, (whole.left, whole.right), (left, right), division)
+    """Own part of the update (m, n), and `state` moved on."""
+    hyper, numerics = rule.hyper, rule.numerics
+    left, right, nu, eigh_failures = bases
     update, mu, nu = rule.inner(
         division.rows.own(division.columns.own(whole.G, axis=1)),
         state.mu.astype(nu.dtype),
         nu,
-        lambda x: _eigen.project(x, left, right, division),
-        lambda x: _without_dead_rows(_eigen.restore(x, left, right, division), whole, state.mu, numerics, division),
+        lambda x: _eigen.project(x, (left, right), division),
+        lambda x: _without_dead_rows(_eigen.restore(x, (left, right), division), whole, state.mu, numerics, division),
         hyper._replace(eps=hyper.eps + _round_off(whole.G, numerics)),
         t,
     )
-    return update, MatrixState(
+
+    def factor(whole: jax.Array | None, old: jax.Array, part: Part | None) -> jax.Array:
+        return old if part is None or whole is None else part.own(whole)
+
+    def basis(side: Eigen | None, old: Eigen, part: Part | None) -> Eigen:
+        return old if part is None or side is None else Eigen(side.values, part.own(side.vectors))
+
+    eig_L, Q_L = basis(left, Eigen(state.eig_L, state.Q_L), division.left)
+    eig_R, Q_R = basis(right, Eigen(state.eig_R, state.Q_R), division.right)
+    return _limit(update, hyper.max_update_rms, whole.G.size, division), MatrixState(
         mu=mu.astype(state.mu.dtype),
         nu=nu,
-        L=division.left.own(whole.L),
-        R=division.right.own(whole.R),
-        Q_L=division.left.own(left.vectors),
-        Q_R=division.right.own(right.vectors),
-        eig_L=left.values,
-        eig_R=right.values,
-        eigh_failures=state.eigh_failures + failures,
+        L=factor(whole.L, state.L, division.left),
+        R=factor(whole.R, state.R, division.right),
+        Q_L=Q_L,
+        Q_R=Q_R,
+        eig_L=eig_L,
+        eig_R=eig_R,
+        eigh_failures=eigh_failures,
     )
 
 
 def _round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
     """Size below which an entry of `Q_L^T G Q_R` is round-off, (): the spread of the error over the longer side."""
-    norm_over_longer_side = _kl.root_mean_square(G) * min(G.shape) ** 0.5  # ||G||_F / sqrt(max(m, n))
+    norm_over_longer_side = _factors.root_mean_square(G) * min(G.shape) ** 0.5  # ||G||_F / sqrt(max(m, n))
     return numerics.round_off_floor * jnp.finfo(G.dtype).eps * norm_over_longer_side
 
 
-def _without_dead_rows(update: jax.Array, whole: Whole, mu: jax.Array, numerics: Numerics, division: Division) -> jax.Array:
+def _without_dead_rows(
+    update: jax.Array, whole: Accumulated, mu: jax.Array, numerics: Numerics, division: Division
+) -> jax.Array:
     """0 in rows and columns that never had a gradient: exact arithmetic gives 0 there, round-off a share of its own.
 
     Their entry on the diagonal of L or R is a sum of squares of zeros, and no momentum is left of a time before L forgot.
-    (An embedding row that no batch touched.) NaN is not 0: it must stay visible in the update.
+    (An embedding row that no batch touched.) NaN is not 0: it must stay visible in the update. The rows of a side that stays
+    the identity are not mixed, and 0 of themselves.
     """
     if numerics.round_off_floor == 0:
         return update
     rows, columns = division.rows, division.columns
     still = mu == 0
-    still_rows = jnp.all(columns.gather(still, axis=1), axis=1)
-    still_columns = jnp.all(rows.gather(still), axis=0)
-    dead_rows = rows.own(jnp.diag(whole.L) == 0) & still_rows
-    dead_columns = columns.own(jnp.diag(whole.R) == 0) & still_columns
-    return jnp.where(dead_rows[:, None] | dead_columns[None, :], 0, update)
+    if whole.L is not None:
+        dead = rows.own(jnp.diag(whole.L) == 0) & jnp.all(columns.gather(still, axis=1), axis=1)
+        update = jnp.where(dead[:, None], 0, update)
+    if whole.R is not None:
+        dead = columns.own(jnp.diag(whole.R) == 0) & jnp.all(rows.gather(still), axis=0)
+        update = jnp.where(dead[None, :], 0, update)
+    return update
+
+
+def _limit(update: jax.Array, max_update_rms: float | jax.Array, size: int, division: Division) -> jax.Array:
+    """Scaled down to that root mean square, of all `size` entries on all devices, where it has more; 0: left as it is."""
+    if isinstance(max_update_rms, float) and max_update_rms == 0:
+        return update
+    total = division.rows.sum(division.columns.sum(jnp.sum(jnp.square(update))))
+    scale = jnp.minimum(1, max_update_rms / (jnp.sqrt(total / size) + 1e-7))
+    return update * jnp.where(max_update_rms == 0, 1, scale)

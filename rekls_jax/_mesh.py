@@ -129,11 +129,23 @@ def broadcast_specs(param_specs: ParamSpecs, params: Any) -> list[PartitionSpec]
     return [PartitionSpec() if spec is None else spec for spec in specs]
 
 
-def layout_of(what: str, leaf: Any, view: View | None, spec: PartitionSpec, place: Place) -> Layout:
-    if view is None:
-        raise _checks.no_matrix(what, leaf)
-    shape = _layout.whole_shape(leaf.shape, spec, place.axis_sizes) if place.bound else leaf.shape
-    return _layout.layout(shape, view, spec, place.axis_sizes)
+def layouts(
+    leaves: Mapping[str, Any],
+    views: Sequence[View | None],
+    specs: Sequence[PartitionSpec],
+    place: Place,
+    max_precond_dim: int,
+) -> list[Layout | None]:
+    """Of each leaf; None for one that is no matrix, or one with both sides longer than `max_precond_dim`."""
+
+    def each(leaf: Any, view: View | None, spec: PartitionSpec) -> Layout | None:
+        if view is None:
+            return None
+        shape = _layout.whole_shape(leaf.shape, spec, place.axis_sizes) if place.bound else leaf.shape
+        found = _layout.layout(shape, view, spec, place.axis_sizes, max_precond_dim)
+        return None if found.sides.left is None and found.sides.right is None else found
+
+    return list(map(each, leaves.values(), views, specs))
 
 
 def mesh_of(leaf: Any) -> AnyMesh | None:

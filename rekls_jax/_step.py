@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekls_jax import _collectives, _eigh_split, _matrix_step, _matrix_view
-from rekls_jax._layout import AxisNames, Layout, Sides
+from rekls_jax import _collectives, _eigh_split, _matrix_step, _matrix_view, _turns
+from rekls_jax._layout import AxisNames, Layout, Side, Sides, axis_names
 from rekls_jax._matrix_step import Rule
-from rekls_jax._types import Hyperparameters, MatrixState, Numerics
+from rekls_jax._types import Accumulated, Bases, Hyperparameters, MatrixState, Numerics
 
 
 class Leaf(NamedTuple):
@@ -31,6 +31,7 @@ class Stack(NamedTuple):
     G: jax.Array
     state: MatrixState
     sides: Sides
+    due: jax.Array | None  # indices of those that get new bases, k for none; None: all
 
 
 def initial_state(
@@ -46,53 +47,106 @@ def initial_state(
     on_stack = functools.partial(_collectives.varying, names=sides.batch)
     on_matrix = functools.partial(_collectives.varying, names=sides.batch + sum(sides.rows.names + sides.columns.names, ()))
 
-    def identity(part: _collectives.Part) -> jax.Array:
-        """Own rows of it; the whole is never made."""
-        index = jnp.arange(part.side.size())
-        rows = part.own(index)[:, None] == index[None, :]
-        return on_stack(jnp.broadcast_to(rows, stack + rows.shape)).astype(dtype)
+    def factor(side: Side | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A factor of zeros, its eigenvectors and eigenvalues: own rows, the whole is never made."""
+        if side is None:  # one by one stands for the identity of any size
+            L, Q_L, eig_L = (on_stack(jnp.ones(stack + ones, dtype)) for ones in ((1, 1), (1, 1), (1,)))
+            return L, Q_L, eig_L
+        index = jnp.arange(side.size())
+        rows = _collectives.Part(side).own(index)[:, None] == index[None, :]
+        Q = on_stack(jnp.broadcast_to(rows, stack + rows.shape)).astype(dtype)
+        return jnp.zeros_like(Q), Q, on_stack(jnp.full((*stack, side.size()), eigenvalue, dtype))
 
-    Q_L, Q_R = (identity(_collectives.Part(side)) for side in (sides.left, sides.right))
+    (L, Q_L, eig_L), (R, Q_R, eig_R) = factor(sides.left), factor(sides.right)
     return MatrixState(
         mu=on_matrix(jnp.zeros_like(param, dtype=mu_dtype)),
         nu=on_matrix(jnp.zeros_like(param, dtype=dtype)),
-        L=jnp.zeros_like(Q_L),
-        R=jnp.zeros_like(Q_R),
+        L=L,
+        R=R,
         Q_L=Q_L,
         Q_R=Q_R,
-        eig_L=on_stack(jnp.full((*stack, sides.left.size()), eigenvalue, dtype)),
-        eig_R=on_stack(jnp.full((*stack, sides.right.size()), eigenvalue, dtype)),
+        eig_L=eig_L,
+        eig_R=eig_R,
         eigh_failures=on_stack(jnp.zeros(stack, jnp.int32)),
     )
 
 
-def step(leaves: Sequence[Leaf], rule: Rule, count: jax.Array, eigh_axes: AxisNames) -> list[Leaf]:
+def step(leaves: Sequence[Leaf], rule: Rule, count: jax.Array, every: int, eigh_axes: AxisNames) -> list[Leaf]:
     """The updates and the states after step number `count` = 1, 2, …
 
-    Each device computes its own part of everything, and its share of the decompositions, divided over `eigh_axes`.
+    Each device computes its own part of everything, and its share of the decompositions, divided over `eigh_axes`. Each
+    matrix gets new bases once in `every` steps.
     """
     alike: dict[tuple[Sides, jnp.dtype], list[int]] = {}
     for i, leaf in enumerate(leaves):
         alike.setdefault((leaf.layout.sides, leaf.G.dtype), []).append(i)
     buckets = [[leaves[i] for i in indices] for indices in alike.values()]
-    moved = map(_unstack, _move([_stack(bucket) for bucket in buckets], rule, count, eigh_axes), buckets)
-    results = {i: leaf for bucket in zip(alike.values(), moved, strict=True) for i, leaf in zip(*bucket, strict=True)}
+    turns = _turns.deal(list(map(_as_turns, leaves)), every)
+    due = [_due([turns[i] for i in indices], sides, count, every) for (sides, _), indices in alike.items()]
+    moved = _move([_stack(*bucket) for bucket in zip(buckets, due, strict=True)], rule, count, count <= every, eigh_axes)
+    parts = map(_unstack, moved, buckets)
+    results = {i: leaf for bucket in zip(alike.values(), parts, strict=True) for i, leaf in zip(*bucket, strict=True)}
     return [results[i] for i in range(len(leaves))]
 
 
-def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, eigh_axes: AxisNames) -> list[Stack]:
-    wholes = [_each(_matrix_step.accumulate, stack, rule, count)(stack.G, stack.state) for stack in stacks]
-    factors = [
-        _eigh_split.Stack(S, stack.sides.batch)
-        for stack, whole in zip(stacks, wholes, strict=True)
-        for S in (whole.L, whole.R)
-    ]
-    eigens = _eigh_split.decompose(factors, eigh_axes)
+def _as_turns(leaf: Leaf) -> _turns.Stack:
+    shape = leaf.state.eigh_failures.shape
+    names = axis_names(leaf.layout.specs.eigh_failures, len(shape))
+    sides = (leaf.layout.sides.left, leaf.layout.sides.right)
+    cost = sum(side.size() ** 3 for side in sides if side is not None)
+    return _turns.Stack(list(zip(map(_collectives.axis_size, names), shape, strict=True)), cost)
+
+
+def _due(turns: Sequence[np.ndarray], sides: Sides, count: jax.Array, every: int) -> jax.Array | None:
+    """Which of a bucket's matrices are, of leaves with these `turns`; None: all."""
+    if every == 1:
+        return None
+    table = _turns.table(np.concatenate(turns, axis=1), every)
+    return _collectives.own(jnp.asarray(table), sides.batch)[0][(count - 1) % every]
+
+
+def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, first: jax.Array, eigh_axes: AxisNames) -> list[Stack]:
+    accumulated = [_each(_matrix_step.accumulate, stack, rule, count)(stack.G, stack.state) for stack in stacks]
+    refreshed = _refresh(stacks, accumulated, rule, count, first, eigh_axes)
     moved = []
-    for stack, whole, left, right in zip(stacks, wholes, eigens[::2], eigens[1::2], strict=True):
-        update, state = _each(_matrix_step.apply, stack, rule, count)(whole, left, right, stack.state)
-        moved.append(Stack(update, state, stack.sides))
+    for stack, (whole, _), bases in zip(stacks, accumulated, refreshed, strict=True):
+        update, state = _each(_matrix_step.apply, stack, rule, count)(whole, bases, stack.state)
+        moved.append(stack._replace(G=update, state=state))
     return moved
+
+
+def _refresh(
+    stacks: Sequence[Stack],
+    accumulated: Sequence[tuple[Accumulated, Bases]],
+    rule: Rule,
+    count: jax.Array,
+    first: jax.Array,
+    eigh_axes: AxisNames,
+) -> list[Bases]:
+    """The bases of each stack, new for those matrices that are due."""
+    picked = [_pick((whole.L, whole.R, bases), stack.due) for stack, (whole, bases) in zip(stacks, accumulated, strict=True)]
+    factors = {
+        (i, side): _eigh_split.Stack(S, previous, None if stack.due is None else stack.due < len(stack.G), stack.sides.batch)
+        for i, (stack, (*both, bases)) in enumerate(zip(stacks, picked, strict=True))
+        for side, (S, previous) in enumerate(zip(both, bases[:2], strict=True))
+        if S is not None
+    }
+    eigens = dict(
+        zip(factors, _eigh_split.decompose(list(factors.values()), rule.eigenbasis, first, eigh_axes), strict=True)
+    )
+    refreshed = []
+    for i, (stack, (*_, old), (_, bases)) in enumerate(zip(stacks, picked, accumulated, strict=True)):
+        new = _each(_matrix_step.refresh, stack, rule, count)((eigens.get((i, 0)), eigens.get((i, 1))), old)
+        refreshed.append(_put(bases, new, stack.due))
+    return refreshed
+
+
+def _pick(tree: Any, due: jax.Array | None) -> Any:
+    return tree if due is None else jax.tree.map(lambda x: jnp.take(x, due, axis=0, mode="clip"), tree)
+
+
+def _put(tree: Any, picked: Any, due: jax.Array | None) -> Any:
+    return picked if due is None else jax.tree.map(lambda x, new: x.at[due].set(new, mode="drop"), tree, picked)
 
 
 def _each(phase: Callable[..., Any], stack: Stack, rule: Rule, count: jax.Array) -> Callable[..., Any]:
@@ -103,11 +157,11 @@ def _each(phase: Callable[..., Any], stack: Stack, rule: Rule, count: jax.Array)
     return jax.vmap(functools.partial(phase, rule=rule, t=count.astype(dtype), division=division))
 
 
-def _stack(leaves: Sequence[Leaf]) -> Stack:
+def _stack(leaves: Sequence[Leaf], due: jax.Array | None) -> Stack:
     """The matrices of leaves that lie alike, one after the other."""
     each = [_as_matrices(*leaf) for leaf in leaves]
     G, state = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
-    return Stack(G, state, leaves[0].layout.sides)
+    return Stack(G, state, leaves[0].layout.sides, due)
 
 
 def _unstack(stack: Stack, leaves: Sequence[Leaf]) -> list[Leaf]:

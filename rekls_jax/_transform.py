@@ -6,18 +6,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from rekls_jax import _checks, _collectives, _inner, _matrix_view, _mesh, _step
+from rekls_jax import _checks, _collectives, _factors, _inner, _matrix_view, _mesh, _step
 from rekls_jax._dtype import cast_like, state_dtype
+from rekls_jax._eigenbasis import Eigh, OrthogonalIteration
 from rekls_jax._layout import AxisNames, Layout
 from rekls_jax._matrix_step import Rule
 from rekls_jax._matrix_view import DimensionNumbers
 from rekls_jax._mesh import ParamSpecs, Place
-from rekls_jax._types import Hyperparameters, MatrixState, Numerics
+from rekls_jax._types import Eigenbasis, Hyperparameters, MatrixState, Numerics
 
 INNER = {"adam": _inner.adam, "laprop": _inner.laprop}
+FACTORS = {"kl": _factors.kullback_leibler, "plain": _factors.plain}
+# NumPy's, since `optax.inject_hyperparams` makes arrays of Python's ints, and the program depends on these.
+EVERY_STEP, MAX_PRECOND_DIM = np.int64(1), np.int64(8192)
 Leaves = tuple[list[jax.Array], list[MatrixState]]  # gradients or updates, and the states, of all parameters
 
 
@@ -49,7 +54,13 @@ def scale_by_rekls(
     eps: float | jax.Array = 1e-8,
     *,
     inner: str = "adam",
+    nesterov: bool = False,
+    max_update_rms: float | jax.Array = 0.0,
+    factors: str = "kl",
+    eigenbasis: Eigenbasis = Eigh(),
     numerics: Numerics = Numerics(),
+    precondition_frequency: int | np.integer = EVERY_STEP,
+    max_precond_dim: int | np.integer = MAX_PRECOND_DIM,
     dimension_numbers: DimensionNumbers = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     param_specs: ParamSpecs = None,
@@ -72,16 +83,28 @@ def scale_by_rekls(
     """
     for name, value in {"b1": b1, "b2": b2, "shampoo_beta": shampoo_beta}.items():
         _checks.in_unit_interval(name, value)
-    _checks.non_negative("eps", eps)
+    for name, value in {"eps": eps, "max_update_rms": max_update_rms}.items():
+        _checks.non_negative(name, value)
     _checks.one_of("inner", inner, INNER)
+    _checks.instance_of("nesterov", nesterov, bool)
+    _checks.one_of("factors", factors, FACTORS)
+    _checks.instance_of("eigenbasis", eigenbasis, Eigh, OrthogonalIteration)
     _checks.instance_of("numerics", numerics, Numerics)
+    every = _checks.positive_int("precondition_frequency", precondition_frequency)
+    longest = _checks.positive_int("max_precond_dim", max_precond_dim)
     _checks.floating_dtype("mu_dtype", mu_dtype)
     _checks.one_of("eigh_placement", eigh_placement, PLACEMENTS)
     if mesh is not None:
         _checks.instance_of("mesh", mesh, Mesh, AbstractMesh)
     if eigh_axes is not None:
         _checks.names("eigh_axes", eigh_axes)
-    rule = Rule(Hyperparameters(b1, b2, shampoo_beta, eps), numerics, INNER[inner])
+    rule = Rule(
+        Hyperparameters(b1, b2, shampoo_beta, eps, max_update_rms),
+        numerics,
+        FACTORS[factors],
+        eigenbasis,
+        functools.partial(INNER[inner], momentum=_inner.nesterov if nesterov else _inner.bias_corrected),
+    )
 
     def survey(what: str, tree: Any) -> tuple[list[Layout], Place, AxisNames]:
         """How each leaf of `tree` lies, where this call runs, and the axes there that share the decompositions."""
@@ -90,8 +113,11 @@ def scale_by_rekls(
         place = _mesh.find(mesh, leaves, specs_given=param_specs is not None)
         axes = place.axes("eigh_axes", eigh_axes)
         specs = _mesh.specs_of(param_specs, tree, leaves, place)
-        each = zip(leaves.items(), views, specs, strict=True)
-        return [_mesh.layout_of(name, leaf, view, spec, place) for (name, leaf), view, spec in each], place, axes
+        found = _mesh.layouts(leaves, views, specs, place, longest)
+        for (name, leaf), layout in zip(leaves.items(), found, strict=True):
+            if layout is None:
+                raise _checks.no_matrix(name, leaf, longest)
+        return [layout for layout in found if layout is not None], place, axes
 
     def init(params: optax.Params) -> ReklsState:
         _checks.floating_leaves("parameter", params)
@@ -125,14 +151,14 @@ def scale_by_rekls(
         count = optax.safe_increment(state.count)
         gradients = [G.astype(old.nu.dtype) for G, old in zip(gradients, states, strict=True)]
         with jax.default_matmul_precision(numerics.precision):
-            scaled, states = PLACEMENTS[eigh_placement]((gradients, states), layouts, rule, count, place, axes)
+            scaled, states = PLACEMENTS[eigh_placement]((gradients, states), layouts, rule, count, every, place, axes)
         return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef)
 
     return optax.GradientTransformation(init, update)
 
 
 def _split(
-    leaves: Leaves, layouts: list[Layout], rule: Rule, count: jax.Array, place: Place, eigh_axes: AxisNames
+    leaves: Leaves, layouts: list[Layout], rule: Rule, count: jax.Array, every: int, place: Place, eigh_axes: AxisNames
 ) -> Leaves:
     """Each device does its part of the step and its share of the decompositions."""
 
@@ -142,7 +168,8 @@ def _split(
     def step(numbers: tuple[jax.Array, dict[str, jax.Array]], leaves: Leaves) -> Leaves:
         count, arrays = numbers
         own_rule = rule._replace(hyper=rule.hyper._replace(**arrays))
-        moved = _step.step([_step.Leaf(*leaf) for leaf in zip(*leaves, layouts, strict=True)], own_rule, count, eigh_axes)
+        each = [_step.Leaf(*leaf) for leaf in zip(*leaves, layouts, strict=True)]
+        moved = _step.step(each, own_rule, count, every, eigh_axes)
         return [leaf.G for leaf in moved], [leaf.state for leaf in moved]
 
     specs = _specs(layouts)
@@ -150,14 +177,14 @@ def _split(
 
 
 def _replicated(
-    leaves: Leaves, layouts: list[Layout], rule: Rule, count: jax.Array, place: Place, eigh_axes: AxisNames
+    leaves: Leaves, layouts: list[Layout], rule: Rule, count: jax.Array, every: int, place: Place, eigh_axes: AxisNames
 ) -> Leaves:
     """The reference's way: every device gathers all, takes the whole step, and slices its own part back out."""
     del eigh_axes
     specs, everywhere, one_device = _specs(layouts), PartitionSpec(), Place({}, None)
     gather, own = (functools.partial(f, specs=specs) for f in (_collectives.gather_all, _collectives.own_all))
     whole = place.run(gather, leaves, in_specs=(specs,), out_specs=everywhere)
-    moved = _split(whole, [layout.undivided() for layout in layouts], rule, count, one_device, ())
+    moved = _split(whole, [layout.undivided() for layout in layouts], rule, count, every, one_device, ())
     return place.run(own, moved, in_specs=everywhere, out_specs=specs)
 
 

@@ -5,7 +5,7 @@ factors; `Q_L`, `Q_R` their eigenvectors as columns; `eig_L` `(m,)`, `eig_R` `(n
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 
@@ -33,14 +33,21 @@ class MatrixState(NamedTuple):
     eigh_failures: jax.Array  # (), int32
 
 
-class Whole(NamedTuple):
-    """What every device holds of one matrix during a step."""
+class Bases(NamedTuple):
+    """Of one matrix, whole on every device, and what changes with them. None for a side that stays the identity."""
+
+    left: Eigen | None  # of L
+    right: Eigen | None  # of R
+    nu: jax.Array  # own part of (m, n), second moment in these bases
+    eigh_failures: jax.Array  # (), int32
+
+
+class Accumulated(NamedTuple):
+    """Of one matrix, whole on every device: what `accumulate` makes for the rest of the step."""
 
     G: jax.Array  # (m, n)
-    left: Eigen  # of L, of the step before
-    right: Eigen  # of R, of the step before
-    L: jax.Array  # (m, m), symmetric, this step's
-    R: jax.Array  # (n, n), symmetric, this step's
+    L: jax.Array | None  # (m, m), symmetric
+    R: jax.Array | None  # (n, n), symmetric
 
 
 class Part(Protocol):
@@ -52,14 +59,27 @@ class Part(Protocol):
     def own(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """This device's part along `axis` of the whole array `x`."""
 
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Of what each device has as `x`."""
+
+
+class Eigenbasis(Protocol):
+    """How a basis is refreshed. Not callable: `optax.inject_hyperparams` would take it for a schedule."""
+
+    continues: ClassVar[bool]
+    """Whether column i of a new basis comes out of column i of the one before, so that eigenvalues may be out of order."""
+
+    def refresh(self, S: jax.Array, previous: Eigen, first: jax.Array) -> Eigen:
+        """Of `S` (m, m), symmetric, that has the eigenbasis `previous`; `first`, () bool: as yet it has none."""
+
 
 class Division(NamedTuple):
     """How one matrix (m, n) and its factors are divided over devices."""
 
     rows: Part  # of m, in the parameter and its moments
     columns: Part  # of n, in the parameter and its moments
-    left: Part  # of the rows of L and Q_L
-    right: Part  # of the rows of R and Q_R
+    left: Part | None  # of the rows of L and Q_L; None for a side that stays the identity
+    right: Part | None  # of the rows of R and Q_R
 
 
 class Hyperparameters(NamedTuple):
@@ -69,6 +89,7 @@ class Hyperparameters(NamedTuple):
     b2: float | jax.Array
     shampoo_beta: float | jax.Array
     eps: float | jax.Array
+    max_update_rms: float | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,22 @@
-"""The Kullback-Leibler factor update of one matrix G (m, n). Source: arXiv:2509.03378.
+"""The factor update of one matrix G (m, n): Kullback-Leibler, arXiv:2509.03378, or plain, SOAP's, arXiv:2409.11321.
 
     beta_t = 1 - (1 - beta) / (1 - beta^t)                                   beta_1 = 0
     L <- beta_t L + (1 - beta_t)/n  G   Q_R diag(1/eig_R) Q_R^T G^T
     R <- beta_t R + (1 - beta_t)/m  G^T Q_L diag(1/eig_L) Q_L^T G
 
-Both lines use the bases and eigenvalues of the step before.
+Both lines use the bases and eigenvalues of the step before. Plain factors, and those beside a side that stays the identity,
+have the identity in the middle: the mean of G G^T / n and of G^T G / m.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from rekls_jax._types import Eigen, Numerics, Part
+
+Update = Callable[[jax.Array, jax.Array, Eigen | None, jax.Array, float | jax.Array, Numerics, Part], jax.Array]
+"""(own rows of the factor, G, the other side, beta_t, eps, numerics, part) -> the whole factor (m, m), symmetric."""
 
 
 def bias_corrected_beta(shampoo_beta: float | jax.Array, t: jax.Array) -> jax.Array:
@@ -38,15 +44,38 @@ def inverse_eigenvalues(values: jax.Array, G: jax.Array, eps: float | jax.Array,
     return 1 / jnp.maximum(values, floor)
 
 
-def update_factor(
-    factor: jax.Array, G: jax.Array, other: Eigen, beta_t: jax.Array, eps: float | jax.Array, numerics: Numerics, part: Part
+def kullback_leibler(
+    factor: jax.Array,
+    G: jax.Array,
+    other: Eigen | None,
+    beta_t: jax.Array,
+    eps: float | jax.Array,
+    numerics: Numerics,
+    part: Part,
 ) -> jax.Array:
-    """The line for L (m, m), of which this device has the rows `factor`; `other` is the decomposition of R.
+    """The line for L (m, m), of which this device has the rows `factor`; `other` is the decomposition of R, None for I.
 
     For R pass `G.T` and the decomposition of L. Each device computes its own rows; the whole comes back, symmetric.
     """
-    n = G.shape[1]
-    half = (part.own(G) @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))[None, :]
-    factor = part.gather(beta_t * factor + (1 - beta_t) / n * (half @ part.gather(half).T))
+    if other is None:
+        half, whole_half = part.own(G), G
+    else:
+        half = (part.own(G) @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))[None, :]
+        whole_half = part.gather(half)
+    factor = part.gather(beta_t * factor + (1 - beta_t) / G.shape[1] * (half @ whole_half.T))
     # A matrix product may round (i, j) and (j, i) differently; over many steps that would show in the factor.
     return (factor + factor.T) / 2
+
+
+def plain(
+    factor: jax.Array,
+    G: jax.Array,
+    other: Eigen | None,
+    beta_t: jax.Array,
+    eps: float | jax.Array,
+    numerics: Numerics,
+    part: Part,
+) -> jax.Array:
+    """The same with the identity for the other side."""
+    del other
+    return kullback_leibler(factor, G, None, beta_t, eps, numerics, part)
