@@ -2,6 +2,7 @@
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
+
+from rekls_jax import flax_dimension_numbers
 
 VOCABULARY = 256
 MOST_BYTES = 16_000_000
@@ -36,13 +39,23 @@ class Transformer(nn.Module):
     layers: int
     heads: int
     context: int
+    scan: bool = False  # compile one block, and stack the parameters of all under "layers"
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:  # (batch, length) int -> logits (batch, length, 256)
         x = nn.Embed(VOCABULARY, self.width)(tokens)
         x = x + nn.Embed(self.context, self.width)(jnp.arange(tokens.shape[1])[None])
-        for _ in range(self.layers):
-            x = Block(self.heads)(x)
+        if self.scan:
+            scan = nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=self.layers,
+            )
+            x, _ = scan(Block(self.heads, name="layers"), x, None)
+        else:
+            for _ in range(self.layers):
+                x = Block(self.heads)(x)
         return nn.Dense(VOCABULARY, use_bias=False)(nn.LayerNorm()(x))
 
 
@@ -56,12 +69,18 @@ def param_specs(params: optax.Params) -> optax.Params:
     """How the parameters lie on a mesh (data, tensor): a layer that widens is divided by columns, the next one by rows."""
 
     def spec(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.Array) -> P:
-        layer = path[-2].key
-        if leaf.ndim == 1:
-            return P("tensor") if layer == "up" else P()
-        return P("tensor", None) if layer in ("out", "down") else P(None, "tensor")
+        *modules, layer, _ = (key.key for key in path)
+        stack = (None,) if "layers" in modules else ()
+        if leaf.ndim - len(stack) == 1:
+            return P(*stack, "tensor") if layer == "up" else P()
+        return P(*stack, "tensor", None) if layer in ("out", "down") else P(*stack, None, "tensor")
 
     return jax.tree.map_with_path(spec, params)
+
+
+def dimension_numbers(params: optax.Params) -> Any:
+    """Embeddings, norms and biases go to the fallback."""
+    return flax_dimension_numbers(params, stacked="layers" if "layers" in params["params"] else ())
 
 
 def standard_library() -> Path:

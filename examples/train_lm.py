@@ -1,4 +1,4 @@
-"""Train a byte-level transformer on real text with REKLS, AdamW or Muon, and see the difference.
+"""Train a byte-level transformer on real text with REKLS, its relatives, AdamW or Muon, and see the difference.
 
 python examples/train_lm.py                      # REKLS on the Python standard library's own source files
 python examples/train_lm.py --compare            # REKLS and AdamW after one another, both curves in one picture
@@ -30,17 +30,20 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from rekls_jax import REFERENCE, rekls, state_partition_specs
+from rekls_jax import REFERENCE, OrthogonalIteration, rekls, state_partition_specs
 
 # b1 = 0.9 and b2 = 0.95 for all: the defaults of `rekls`.
+OURS = functools.partial(rekls, dimension_numbers=lm.dimension_numbers, param_specs=lm.param_specs)
 OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] = {
-    "rekls": lambda lr: rekls(lr, param_specs=lm.param_specs),
-    "reference": lambda lr: rekls(lr, numerics=REFERENCE, param_specs=lm.param_specs),
+    "rekls": OURS,
+    "reference": functools.partial(OURS, numerics=REFERENCE),
+    "kl-soap": functools.partial(OURS, eigenbasis=OrthogonalIteration(), precondition_frequency=10),
+    "soap": functools.partial(OURS, factors="plain", eigenbasis=OrthogonalIteration(), precondition_frequency=10),
     "adamw": lambda lr: optax.adamw(lr, b1=0.9, b2=0.95, weight_decay=0.01),
     "muon": lambda lr: optax.contrib.muon(lr, adam_b1=0.9, adam_b2=0.95, weight_decay=0.01),
 }
 # The best of half-decades at the default size.
-LEARNING_RATES = {"rekls": 3e-2, "reference": 1e-2, "adamw": 1e-2, "muon": 3e-2}
+LEARNING_RATES = {"rekls": 3e-2, "reference": 1e-2, "kl-soap": 1e-2, "soap": 1e-2, "adamw": 1e-2, "muon": 3e-2}
 
 
 @dataclasses.dataclass
@@ -79,7 +82,7 @@ class Interrupt:
 
 
 def make_model(options: argparse.Namespace) -> lm.Transformer:
-    return lm.Transformer(options.width, options.layers, options.heads, options.context)
+    return lm.Transformer(options.width, options.layers, options.heads, options.context, options.scan)
 
 
 def start(run: Run, model: lm.Transformer, options: argparse.Namespace, mesh: Mesh) -> tuple[TrainState, TrainState]:
@@ -202,6 +205,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, help=f"highest learning rate, after a tenth of the steps; default: {rates}")
     add("--width", type=int, default=96, help="of the model; default: %(default)s")
     add("--layers", type=int, default=2, help="default: %(default)s")
+    add("--scan", action="store_true", help="compile one layer and scan over all, their parameters stacked; not with muon")
     add("--heads", type=int, default=4, help="of each attention, a divisor of the width; default: %(default)s")
     add("--context", type=int, default=128, help="bytes the model sees at once; default: %(default)s")
     add("--batch-size", type=int, default=16, help="default: %(default)s")
@@ -211,6 +215,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     devices.add_arguments(parser)
     options = parser.parse_args(arguments)
     devices.check(options)
+    if options.scan and options.optimizer == "muon":
+        parser.error("--scan stacks the layers' matrices, which --optimizer muon would take for others")
     for name in ("steps", "width", "layers", "heads", "context", "batch_size"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")

@@ -3,6 +3,7 @@
 from rekls_jax._alias import rekls
 from rekls_jax._eigenbasis import Eigh, OrthogonalIteration
 from rekls_jax._matrix_view import MatrixDimensionNumbers
+from rekls_jax._routing import flax_dimension_numbers
 from rekls_jax._state_specs import state_partition_specs
 from rekls_jax._transform import ReklsState, scale_by_rekls
 from rekls_jax._types import REFERENCE, Numerics
@@ -14,6 +15,7 @@ __all__ = [
     "Numerics",
     "OrthogonalIteration",
     "ReklsState",
+    "flax_dimension_numbers",
     "rekls",
     "scale_by_rekls",
     "state_partition_specs",

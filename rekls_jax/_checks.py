@@ -106,7 +106,7 @@ def floating_leaves(what: str, tree: PyTree) -> None:
 
 def named_leaves(what: str, tree: PyTree) -> dict[str, Any]:
     """Each leaf under what errors call it: "parameter ['w']"."""
-    return {f"{what} {_name(path)}": leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {f"{what} {path_name(path)}": leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def no_matrix(name: str, leaf: Any, max_precond_dim: int) -> ValueError:
@@ -139,17 +139,17 @@ def broadcast(argument: str, prefix: PyTree, params: PyTree, kind: str, is_leaf:
     for path, leaf in given.items():
         if not ends(leaf):
             raise TypeError(
-                f"`{argument}` must be a tree of {kind}, or a callable that makes one, got {leaf!r} at {_name(path)}."
+                f"`{argument}` must be a tree of {kind}, or a callable that makes one, got {leaf!r} at {path_name(path)}."
             )
     wanted = [path for path, _ in jax.tree.leaves_with_path(params)]
     if not wanted:  # `optax.tree_map_params` calls `init` with a tree of its own, without leaves
         return []
     found = [next((path[:i] for i in range(len(path) + 1) if path[:i] in given), None) for path in wanted]
-    problems = [f"nothing for the parameter {_name(path)}" for path, at in zip(wanted, found, strict=True) if at is None]
+    problems = [f"nothing for the parameter {path_name(path)}" for path, at in zip(wanted, found, strict=True) if at is None]
     nodes = {path for path, _ in jax.tree.leaves_with_path(params, is_leaf=lambda node: not jax.tree.leaves(node))}
     above = {path[:i] for path in nodes for i in range(len(path) + 1)}
     unused = [path for path in given if path not in above and not any(path[:i] in nodes for i in range(len(path)))]
-    problems += [f"{_name(path)}, which is no parameter" for path in unused]
+    problems += [f"{path_name(path)}, which is no parameter" for path in unused]
     if problems:
         raise ValueError(
             f"`{argument}` must have the params' tree structure, or be a prefix of it of which each leaf holds for all "
@@ -162,7 +162,9 @@ def decay_mask(mask: PyTree, params: PyTree) -> None:
     """A tree of bools like `params`, or a prefix of it."""
     for path, leaf in jax.tree.leaves_with_path(mask):
         if not isinstance(leaf, (bool, np.bool_)):
-            raise TypeError(f"`mask` must be a tree of bools, or a callable that makes one, got {leaf!r} at {_name(path)}.")
+            raise TypeError(
+                f"`mask` must be a tree of bools, or a callable that makes one, got {leaf!r} at {path_name(path)}."
+            )
     try:
         jax.tree.map(lambda *_: None, mask, params)
     except ValueError as error:
@@ -178,8 +180,8 @@ ANY_SHAPE = object()
 
 def same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
     """`tree`, of "gradient" or "parameter", must have the structure and shapes of `expected`, a tree from the state."""
-    wanted = {_name(path): getattr(leaf, "shape", None) for path, leaf in jax.tree.leaves_with_path(expected)}
-    given = {_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
+    wanted = {path_name(path): getattr(leaf, "shape", None) for path, leaf in jax.tree.leaves_with_path(expected)}
+    given = {path_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
     for name in wanted.keys() - given.keys():
         raise ValueError(
             f"There is no {what} {name}, for which the state was made. There are: {', '.join(given) or 'none'}."
@@ -195,5 +197,5 @@ def same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
         raise ValueError(f"The {what}s must have the tree structure that the state was made for, {like}, got {got}.")
 
 
-def _name(path: Any) -> str:
+def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path) or "(the whole tree)"

@@ -54,11 +54,20 @@ class Problem:
         (self.params,), self.stream = draw(1, seed=100), draw(steps, seed=0)
         self.specs = {name: LAYOUTS[name][1] for name in names}
         self.options = {"dimension_numbers": {name: NUMBERS[name] for name in names}, **options}
+        self.state: Any = None
+
+    def warm(self) -> "Problem":
+        """Half way along the stream, with new bases at every step: factors of full rank, whose bases are no one's choice."""
+        half = len(self.stream) // 2
+        tx = rekls(0.1, **{**self.options, "precondition_frequency": 1})
+        self.params, self.state = descend(tx.update, self.params, tx.init(self.params), self.stream[:half])
+        self.stream = self.stream[half:]
+        return self
 
     def one_device(self, jit: bool = True) -> Any:
         """Parameters and state at the end."""
         tx = rekls(0.1, **self.options)
-        return descend(tx.update, self.params, tx.init(self.params), self.stream, jit)
+        return descend(tx.update, self.params, self.state or tx.init(self.params), self.stream, jit)
 
     def many(self, mode: str, devices: int = 8, jit: bool = True, **options: Any) -> Any:
         with entered(mode, devices) as mesh:
@@ -69,9 +78,11 @@ class Problem:
                 return {name: jax.device_put(x, NamedSharding(mesh, self.specs[name])) for name, x in tree.items()}
 
             params, stream = put(self.params), [put(G) for G in self.stream]
-            if mode != "shard_map":
-                return descend(tx.update, params, tx.init(params), stream, jit)
             state_specs = state_partition_specs(tx, params, self.specs)
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs)
+            state = None if self.state is None else jax.device_put(self.state, shardings)
+            if mode != "shard_map":
+                return descend(tx.update, params, state or tx.init(params), stream, jit)
             everywhere = jax.shard_map(tx.init, mesh=mesh, in_specs=(self.specs,), out_specs=state_specs)
             update = jax.shard_map(
                 tx.update,
@@ -79,7 +90,7 @@ class Problem:
                 in_specs=(self.specs, state_specs, self.specs),
                 out_specs=(self.specs, state_specs),
             )
-            return descend(update, params, jax.jit(everywhere)(params), stream, jit)
+            return descend(update, params, state or jax.jit(everywhere)(params), stream, jit)
 
 
 def descend(update: Any, params: Any, state: Any, stream: list[Any], jit: bool = True) -> Any:

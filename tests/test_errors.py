@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from rekls_jax import Numerics, rekls, scale_by_rekls
+from rekls_jax import Numerics, OrthogonalIteration, rekls, scale_by_rekls
 
 W, B = jnp.ones((3, 2)), jnp.ones(2)
 PARAMS = {"layer": {"w": W}, "b": B}
@@ -30,6 +30,25 @@ BAD_ARGUMENTS = [
     ({"inner": "sgd"}, ValueError, r"`inner` must be one of 'adam', 'laprop', got 'sgd'\."),
     ({"inner": None}, ValueError, r"`inner` must be one of 'adam', 'laprop', got None\."),
     ({"inner": ["adam"]}, ValueError, r"`inner` must be one of 'adam', 'laprop', got \['adam'\]\."),
+    ({"nesterov": 1}, TypeError, r"`nesterov` must be a bool, got 1 of type int\."),
+    ({"max_update_rms": -1.0}, ValueError, r"`max_update_rms` must be a finite number >= 0, got -1\.0\."),
+    ({"factors": "kronecker"}, ValueError, r"`factors` must be one of 'kl', 'plain', got 'kronecker'\."),
+    (
+        {"eigenbasis": OrthogonalIteration},
+        TypeError,
+        r"`eigenbasis` must be a Eigh or OrthogonalIteration, got <class .*> of type type\.",
+    ),
+    ({"precondition_frequency": 0}, ValueError, r"`precondition_frequency` must be an int >= 1, got 0\."),
+    ({"precondition_frequency": -3}, ValueError, r"`precondition_frequency` must be an int >= 1, got -3\."),
+    ({"precondition_frequency": 2.5}, TypeError, r"`precondition_frequency` must be an int >= 1, got 2\.5 of type float\."),
+    ({"precondition_frequency": True}, TypeError, r"`precondition_frequency` must be an int >= 1, got True of type bool\."),
+    (
+        {"precondition_frequency": jnp.int32(2)},
+        TypeError,
+        r"must be an int >= 1, got .* Under `optax.inject_hyperparams` pass `static_args='precondition_frequency'`\.",
+    ),
+    ({"max_precond_dim": 0}, ValueError, r"`max_precond_dim` must be an int >= 1, got 0\."),
+    ({"max_precond_dim": None}, TypeError, r"`max_precond_dim` must be an int >= 1, got None of type NoneType\."),
     ({"numerics": "reference"}, TypeError, r"`numerics` must be a Numerics, got 'reference' of type str\."),
     (
         {"mu_dtype": jnp.int8},
@@ -71,6 +90,12 @@ BAD_NUMERICS = [
     ({"round_off_floor": None}, TypeError, r"`round_off_floor` must be a number, got None of type NoneType\."),
     ({"precision": "low"}, ValueError, r"`precision` must be one of 'highest', 'high', 'default', got 'low'\."),
 ]
+
+
+@pytest.mark.parametrize(("given", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_power_iterations(given, kind):
+    with pytest.raises(kind, match=rf"`power_iterations` must be an int >= 1, got {given}"):
+        OrthogonalIteration(given)
 
 
 @pytest.mark.parametrize(("arguments", "kind", "text"), BAD_ARGUMENTS, ids=names(BAD_ARGUMENTS))

@@ -184,7 +184,14 @@ def test_extra_args_reach_the_fallback():
 
 
 def test_inject_hyperparams_traces_every_number_and_equals_constants():
-    numbers: dict[str, Any] = {"b1": 0.8, "b2": 0.9, "shampoo_beta": 0.9, "eps": EPS, "weight_decay": 0.1}
+    numbers: dict[str, Any] = {
+        "b1": 0.8,
+        "b2": 0.9,
+        "shampoo_beta": 0.9,
+        "eps": EPS,
+        "weight_decay": 0.1,
+        "max_update_rms": 0.2,
+    }
     expected, _ = descend(rekls(0.1, **numbers), PARAMS, STREAM)
     tx = optax.inject_hyperparams(rekls)(0.1, **numbers)
     params, state = descend(tx, PARAMS, STREAM)

@@ -13,7 +13,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import EVERY, FEW, MODES, Problem, entered, largest_difference, mesh_of
 
-from rekls_jax import REFERENCE, MatrixDimensionNumbers, rekls, scale_by_rekls, state_partition_specs
+from rekls_jax import (
+    REFERENCE,
+    MatrixDimensionNumbers,
+    Numerics,
+    OrthogonalIteration,
+    rekls,
+    scale_by_rekls,
+    state_partition_specs,
+)
 
 
 @functools.cache
@@ -56,6 +64,49 @@ def test_options_equal_one_device(mode, option):
     with jax.enable_x64(True):
         problem, (params, _) = problem_and_answer(tuple(FEW), "float64", **OPTIONS[option])
         assert largest_difference(problem.many(mode)[0], params) < 1e-9
+
+
+FAMILY = {
+    "KL-SOAP in turns, one side": {
+        "eigenbasis": OrthogonalIteration(),
+        "precondition_frequency": 2,
+        "max_precond_dim": 40,
+        "max_update_rms": 0.3,
+        "nesterov": True,
+    },
+    "SOAP": {
+        "eigenbasis": OrthogonalIteration(2),
+        "factors": "plain",
+        "numerics": Numerics(carry_second_moment=False),
+    },
+    "in turns": {"precondition_frequency": 3, "inner": "laprop", "nesterov": True},
+}
+
+
+@functools.cache
+def warm_problem_and_answer(option):
+    # A parameter of 96 x 200 takes three steps to have factors of full rank.
+    problem = Problem(EVERY, "float64", steps=8, eps=1e-2, **FAMILY[option]).warm()
+    return problem, jax.tree.map(np.asarray, problem.one_device())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "mode", "placement"),
+    [
+        (option, mode, placement)
+        for option in FAMILY
+        for mode, placement in [*((mode, "split") for mode in MODES), ("auto", "replicated")]
+    ],
+)
+def test_the_family_equals_one_device(option, mode, placement):
+    with jax.enable_x64(True):
+        problem, (params, state) = warm_problem_and_answer(option)
+        got = problem.many(mode, eigh_placement=placement)
+        assert largest_difference(got[0], params) < 1e-9
+        (got_state,), (state,) = rekls_states(got[1]), rekls_states(state)
+        for field in ("mu", "L", "R", "eig_L", "eig_R"):
+            assert largest_difference(getattr(got_state, field), getattr(state, field)) < 1e-9, field
 
 
 @pytest.mark.exhaustive
