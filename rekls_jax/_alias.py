@@ -45,7 +45,7 @@ def rekls(
     eigh_axes: str | Sequence[str] | None = None,
     eigh_placement: str = "split",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""REKLS: SOAP with Kullback-Leibler factors and an eigendecomposition on every step.
+    r"""REKLS: SOAP with Kullback-Leibler factors and an eigendecomposition on every step; and its relatives.
 
     For each matrix G (m, n), at step t = 1, 2, …, with :math:`\beta_t = 1 - (1-\beta_s)/(1-\beta_s^t)`:
 
@@ -55,9 +55,11 @@ def rekls(
       (\lambda_L, Q_L), (\lambda_R, Q_R) &\leftarrow \mathrm{eigh}(L), \mathrm{eigh}(R) \\
       U' &= \mathrm{Adam}(Q_L^T G Q_R) ,\qquad U = Q_L U' Q_R^T
 
-    Factors: arXiv:2509.03378. Adam in their eigenbases: SOAP, arXiv:2409.11321. A 2-D leaf with at least one entry is a
-    matrix; every other leaf goes to `fallback`. State of one matrix (see `ReklsState`): 2mn + 2m² + 2n² + m + n numbers,
-    float32, or float64 for a float64 parameter. Updates have the gradient's dtype.
+    Factors: arXiv:2509.03378. Adam in their eigenbases: SOAP, arXiv:2409.11321, which is
+    `rekls(lr, factors="plain", eigenbasis=OrthogonalIteration(), precondition_frequency=10)`; with `factors="kl"` KL-SOAP.
+    A 2-D leaf with at least one entry is a matrix; every other leaf goes to `fallback`. State of one matrix (see
+    `ReklsState`): 2mn + 2m² + 2n² + m + n numbers, float32, or float64 for a float64 parameter. Updates have the gradient's
+    dtype.
 
     On a mesh, state and work are divided as `ReklsState` says. Call `init` and `update` under `jit` (they open their own
     `shard_map`) with `param_specs` and a mesh, or with neither where the mesh's axes are Explicit; or inside your own
@@ -80,10 +82,19 @@ def rekls(
       weight_decay_method: of parameter p at learning rate lr with weight decay wd: "decoupled" subtracts lr·wd·p (AdamW),
         "independent" wd·p, "palm" lr²·wd·p; "l2" adds wd·p to the gradient before everything, the factors included.
       inner: "adam", or "laprop" (arXiv:2002.04839), which normalises the gradient before it is averaged.
+      nesterov: Nesterov's momentum, as in `optax.nadam`; in the default `fallback` too.
+      max_update_rms: a matrix's update (before the learning rate) of larger root mean square is scaled down to it; of the
+        whole matrix, however it is divided. 0 leaves all as they are. Not for leaves of the fallback.
+      factors: "kl", Kullback-Leibler as above, or "plain", SOAP's: the means of G Gᵀ/n and Gᵀ G/m.
+      eigenbasis: `Eigh()`, or `OrthogonalIteration(power_iterations)`, SOAP's power step and QR decomposition.
       numerics: how the step is kept well-posed; `REFERENCE` reproduces the PyTorch reference.
+      precondition_frequency: each matrix gets new bases once in so many steps, every step another share of the matrices;
+        factors and moments move at every step. A matrix has the identity, and is Adam's, until its first turn.
+      max_precond_dim: a side longer than this has no factor and stays the identity, beside which the other side's factor is
+        the plain one; a matrix with two such sides goes to `fallback`.
       dimension_numbers: `MatrixDimensionNumbers` (or optax's `MuonDimensionNumbers`) for the leaves that are matrices or
         stacks of them, None for those that go to `fallback`: a tree like the params, a prefix of it, or a callable that
-        makes one from the params. Default: 2-D leaves are matrices.
+        makes one from the params, as `flax_dimension_numbers` does. Default: 2-D leaves are matrices.
       mu_dtype: dtype of the stored first moment. Default: that of the rest of the state.
       fallback: a whole optimizer, with its own learning rate, for the leaves that are no matrices. Default: Adam with the
         same b1, b2, eps, mu_dtype, learning rate and weight decay.

@@ -32,7 +32,8 @@ class ReklsState(NamedTuple):
     Of a parameter that is a stack of matrices (…, m, n); float32, or float64 where the parameter is, except where said
     otherwise. `mu` and `nu` have the parameter's shape and lie on a mesh as it does. The rows of `L`, `R`, `Q_L`, `Q_R` are
     divided over all mesh axes that divide a matrix, or on every device whole where those do not divide them; the stack lies
-    as the parameter's. Eigenvalues and counts are the same on all devices, but those of a stack that is divided.
+    as the parameter's. Of a side longer than `max_precond_dim`, factor, basis and eigenvalue are ones of size 1, which stand
+    for the identity. Eigenvalues and counts are the same on all devices, but those of a stack that is divided.
     """
 
     count: jax.Array  # type: ignore[assignment]  # (), int32: steps taken; optax's name, though tuples have a `count` too
@@ -40,10 +41,10 @@ class ReklsState(NamedTuple):
     nu: optax.Updates  # like the parameter: second moment, in the eigenbasis
     L: optax.Updates  # (…, m, m): left Kronecker factor, symmetric
     R: optax.Updates  # (…, n, n): right Kronecker factor, symmetric
-    Q_L: optax.Updates  # (…, m, m): eigenvectors of L, as columns
-    Q_R: optax.Updates  # (…, n, n): eigenvectors of R, as columns
-    eig_L: optax.Updates  # (…, m): eigenvalues of L, descending
-    eig_R: optax.Updates  # (…, n): eigenvalues of R, descending
+    Q_L: optax.Updates  # (…, m, m): eigenvectors, as columns, of L as it was at the last refresh
+    Q_R: optax.Updates  # (…, n, n): of R
+    eig_L: optax.Updates  # (…, m): eigenvalues with them, descending
+    eig_R: optax.Updates  # (…, n): of R
     eigh_failures: optax.Updates  # (…), int32: decompositions that gave NaN, so that the basis before was kept
 
 
