@@ -80,7 +80,7 @@ def test_the_routes_of_nnx_models():
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, rekls(0.1, dimension_numbers=flax_dimension_numbers), wrt=nnx.Param)
     before = nnx.state(model, nnx.Param)
-    optimizer.update(model, jax.tree.map(jnp.ones_like, before))
+    nnx.jit(lambda optimizer, model, G: optimizer.update(model, G))(optimizer, model, jax.tree.map(jnp.ones_like, before))
     (state,) = rekls_states(optimizer.opt_state)
     factors = {jax.tree_util.keystr(path).removesuffix(".value"): x.shape for path, x in jax.tree.leaves_with_path(state.L)}
     attention = {f"['attention']['{name}']['kernel']": (16, 16) for name in ("query", "key", "value", "out")}
