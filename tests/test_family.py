@@ -106,16 +106,22 @@ def test_the_turns_are_the_same_on_any_mesh():
     np.testing.assert_array_equal(divided[4], blocks[2:, 2:4].ravel())
 
 
-def test_bases_change_in_turn_and_one_by_one():
-    tx = scale_by_rekls(precondition_frequency=3)
-    params = [jnp.zeros((5, 4))] * 4 + [jnp.zeros((3, 6))]
-    state, update = tx.init(params), jax.jit(tx.update)
-    for step in range(9):
+@pytest.mark.parametrize(
+    ("every", "shapes", "turns"),
+    [
+        (3, [(5, 4)] * 4 + [(3, 6)], [1, 2, 0, 1, 0]),  # the dearest is dealt first
+        (2, [(5, 4), (4, 5), (5, 4), (5, 4)], [0, 1, 0, 1]),  # of the equal ones the last is alone in its turn
+    ],
+)
+def test_bases_change_in_turn_and_one_by_one(every, shapes, turns):
+    tx = scale_by_rekls(precondition_frequency=every)
+    state, update = tx.init([jnp.zeros(shape) for shape in shapes]), jax.jit(tx.update)
+    for step in range(2 * every + 1):
         before = state
-        _, state = update([jnp.asarray(gradients(p.shape, 1, seed=10 * step + i)[0]) for i, p in enumerate(params)], state)
+        _, state = update([jnp.asarray(gradients(s, 1, seed=10 * step + i)[0]) for i, s in enumerate(shapes)], state)
         pairs = [zip(getattr(before, q), getattr(state, q), strict=True) for q in ("Q_L", "Q_R", "eig_L", "eig_R", "L")]
         Q_L, Q_R, eig_L, eig_R, L = ([bool((x != y).any()) for x, y in pair] for pair in pairs)
-        assert Q_L == Q_R == eig_L == eig_R == [(step - turn) % 3 == 0 for turn in (1, 2, 0, 1, 0)]
+        assert Q_L == Q_R == eig_L == eig_R == [(step - turn) % every == 0 for turn in turns]
         assert all(L), "the factors move at every step"
 
 
