@@ -160,11 +160,11 @@ def test_a_vocabulary_of_fifty_thousand_has_no_factor_and_the_step_little_memory
 
 
 def test_both_sides_too_long_go_to_the_fallback():
-    params = {"w": jnp.ones((6, 8)), "v": jnp.ones((6, 3))}
+    params = {"w": jnp.ones((6, 8)), "v": jnp.ones((6, 5))}
     state = rekls(0.1, max_precond_dim=5).init(params)
     (inner,) = rekls_states(state)
     assert isinstance(inner.L["w"], optax.MaskedNode)
-    assert inner.R["v"].shape == (3, 3)
+    assert inner.R["v"].shape == (5, 5)
     with pytest.raises(ValueError, match=r"with a side of at most `max_precond_dim`, 5; got the parameter \['w'\] of shape"):
         scale_by_rekls(max_precond_dim=5).init(params)
     # A side counts as the whole array has it, inside `shard_map` too.
