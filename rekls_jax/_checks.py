@@ -46,6 +46,10 @@ def positive_int(name: str, value: Any) -> int:
     return int(value)
 
 
+def _static(name: str) -> str:
+    return f" Under `optax.inject_hyperparams` pass `static_args={name!r}`."
+
+
 def number_or_schedule(name: str, value: Any) -> None:
     if callable(value):
         return
@@ -62,7 +66,9 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
 def instance_of(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"`{name}` must be a {expected}, got {value!r} of type {type(value).__name__}.")
+        called = callable(value) and not isinstance(value, type)  # as a schedule: a mesh can be called
+        advice = _static(name) if called else ""
+        raise TypeError(f"`{name}` must be a {expected}, got {value!r} of type {type(value).__name__}.{advice}")
 
 
 def names(name: str, value: Any) -> tuple[str, ...]:

@@ -94,6 +94,8 @@ def _own_share(work: Work, table: np.ndarray, names: AxisNames, eigenbasis: Eige
         mine = _collectives.own(jnp.asarray(table), names)[0]
         matrices, previous, wanted = jax.tree.map(lambda x: x[jnp.maximum(mine, 0)], work)
         work = matrices, previous, mine >= 0 if wanted is None else wanted & (mine >= 0)
+    # Under the caller's `vmap` a condition around this one makes all its operands vary as the matrices do.
+    first = _collectives.varying(first, tuple(_collectives.varies_over(work[0])))
     # On a CPU never the batch: its kernel runs it on the threads that simulated devices wait in, and all wait for good.
     one_by_one, together = (functools.partial(f, eigenbasis) for f in (_one_by_one, _together))
     return jax.lax.platform_dependent(work, first, cpu=one_by_one, default=together)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
+from sharded import mesh_of
 
 from rekls_jax import Numerics, OrthogonalIteration, rekls, scale_by_rekls
 
@@ -90,6 +92,14 @@ BAD_NUMERICS = [
     ({"round_off_floor": None}, TypeError, r"`round_off_floor` must be a number, got None of type NoneType\."),
     ({"precision": "low"}, ValueError, r"`precision` must be one of 'highest', 'high', 'default', got 'low'\."),
 ]
+
+
+def test_a_mesh_is_no_schedule():
+    tx = optax.inject_hyperparams(rekls)(0.1, mesh=mesh_of(8), param_specs=P())
+    with pytest.raises(
+        TypeError, match=r"`mesh` must be a Mesh .* Under `optax.inject_hyperparams` pass `static_args='mesh'`"
+    ):
+        tx.init(PARAMS)
 
 
 @pytest.mark.parametrize(("given", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])

@@ -325,9 +325,15 @@ def test_injected_hyperparameters_on_explicit_axes():
     assert rms(updates["w"] - expected["w"]) < 1e-2 * rms(expected["w"])
 
 
-def test_an_ensemble_on_many_devices_comes_back():
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param(FAMILY["KL-SOAP in turns, one side"], marks=pytest.mark.exhaustive)],
+    ids=["default", "family"],
+)
+def test_an_ensemble_on_many_devices_comes_back(options):
     # A batch of decompositions, here of the ensemble, would hang: see `_eigh_split`.
-    tx = scale_by_rekls(dimension_numbers=MatrixDimensionNumbers(1, 2), param_specs=P(None, "tp"), mesh=mesh_of(8))
+    numbers = MatrixDimensionNumbers(1, 2)
+    tx = scale_by_rekls(dimension_numbers=numbers, param_specs=P(None, "tp"), mesh=mesh_of(8), **options)
     G = jax.random.normal(jax.random.key(0), (4, 12, 32, 32))
     updates = jax.jit(jax.vmap(lambda G: tx.update(G, tx.init(G))[0]))(G)
     alone = jax.jit(lambda G: tx.update(G, tx.init(G))[0])(G[1])
