@@ -50,7 +50,7 @@ def rows(out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["rekls", "muon"])
+@pytest.mark.parametrize("optimizer", ["rekls", pytest.param("muon", marks=pytest.mark.exhaustive)])
 def test_train_lm_trains_and_writes_what_it_learned(tmp_path, capsys, optimizer):
     text = tmp_path / "text.txt"
     text.write_bytes(b"the cat sat on the mat. " * 400)
@@ -101,6 +101,7 @@ def test_a_run_that_diverges_says_so_and_writes_what_it_saw(tmp_path, capsys):
     assert (tmp_path / "sample.txt").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_seed_decides_the_run(tmp_path):
     losses = []

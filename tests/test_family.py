@@ -139,7 +139,10 @@ def test_a_failure_at_a_refresh_keeps_the_basis_and_its_order(eigenbasis):
     assert_same((after.Q_L, after.eig_R), (state.Q_L, state.eig_R))
 
 
-@pytest.mark.parametrize("options", [{"precondition_frequency": 3}, {"eigenbasis": OrthogonalIteration()}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"precondition_frequency": 3}, marks=pytest.mark.exhaustive), {"eigenbasis": OrthogonalIteration()}],
+)
 def test_the_family_runs_without_jit_and_over_an_ensemble(options):
     tx = scale_by_rekls(eps=1e-3, **options)
     stream = jnp.asarray(gradients((4, 5, 5), 2))  # four steps, two members

@@ -48,6 +48,7 @@ def test_two_processes_of_four_devices_equal_one_of_eight(tmp_path):
         assert largest_difference(dict(got), expected) < 1e-6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_train_lm_runs_in_two_processes(tmp_path):
     text = tmp_path / "text.txt"
