@@ -10,7 +10,7 @@ import language_model as lm
 import numpy as np
 import optax
 import pytest
-from cases import rekls_states
+from cases import gradients, rekls_states
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -174,3 +174,30 @@ def test_both_sides_too_long_go_to_the_fallback():
         tx.init, mesh=mesh, in_specs=P("tp"), out_specs=state_partition_specs(tx, jnp.ones((8, 8)), P("tp"))
     )
     assert not jax.tree.leaves(rekls_states(jax.jit(inside)(jnp.ones((8, 8))))[0].L)
+
+
+@pytest.mark.parametrize("numbers", [MatrixDimensionNumbers, optax.contrib.MuonDimensionNumbers])
+def test_a_parameter_of_many_axes_is_the_matrices_it_is_seen_as(numbers):
+    # Shape, its dimension numbers, and how to see it as (matrices, m, n).
+    kinds = {
+        "attention": ((6, 2, 5), numbers(0, (1, 2)), lambda x: x.reshape(1, 6, 10)),
+        "out": ((2, 5, 6), numbers((0, 1), 2), lambda x: x.reshape(1, 10, 6)),
+        "convolution": ((3, 3, 2, 5), numbers((0, 1, 2), 3), lambda x: x.reshape(1, 18, 5)),
+        "layers": ((3, 4, 5), numbers(-2, -1), lambda x: x),
+        "heads of layers": ((4, 2, 6, 3), numbers(2, (0, 3)), lambda x: x.transpose(1, 2, 0, 3).reshape(2, 6, 12)),
+    }
+    params = {name: jnp.zeros(shape) for name, (shape, _, _) in kinds.items()}
+    views = {name: view for name, (_, _, view) in kinds.items()}
+    tx = scale_by_rekls(eps=1e-3, dimension_numbers={name: given for name, (_, given, _) in kinds.items()})
+    alone = scale_by_rekls(eps=1e-3)
+    each = {name: list(view(params[name])) for name, view in views.items()}
+    state, states = tx.init(params), alone.init(each)
+    for i in range(4):
+        G = {name: jnp.asarray(gradients(x.shape, 1, seed=i)[0]) for name, x in params.items()}
+        updates, state = jax.jit(tx.update)(G, state)
+        each, states = jax.jit(alone.update)({name: list(view(G[name])) for name, view in views.items()}, states)
+        for name, view in views.items():
+            np.testing.assert_allclose(view(updates[name]), np.stack(each[name]), atol=1e-4)
+            np.testing.assert_allclose(
+                state.L[name].reshape(len(each[name]), *states.L[name][0].shape), states.L[name], atol=1e-4
+            )
