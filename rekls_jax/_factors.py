@@ -15,8 +15,17 @@ import jax.numpy as jnp
 
 from rekls_jax._types import Eigen, Numerics, Part
 
-Update = Callable[[jax.Array, jax.Array, Eigen | None, jax.Array, float | jax.Array, Numerics, Part], jax.Array]
-"""(own rows of the factor, G, the other side, beta_t, eps, numerics, part) -> the whole factor (m, m), symmetric."""
+Between = Callable[[Eigen | None], Eigen | None]
+"""The other side's decomposition -> the one whose inverse stands between G and G^T; None for the identity."""
+
+
+def kullback_leibler(other: Eigen | None) -> Eigen | None:
+    return other
+
+
+def plain(other: Eigen | None) -> Eigen | None:
+    del other
+    return None
 
 
 def bias_corrected_beta(shampoo_beta: float | jax.Array, t: jax.Array) -> jax.Array:
@@ -44,38 +53,24 @@ def inverse_eigenvalues(values: jax.Array, G: jax.Array, eps: float | jax.Array,
     return 1 / jnp.maximum(values, floor)
 
 
-def kullback_leibler(
+def update_factor(
     factor: jax.Array,
     G: jax.Array,
-    other: Eigen | None,
+    between: Eigen | None,
     beta_t: jax.Array,
     eps: float | jax.Array,
     numerics: Numerics,
     part: Part,
 ) -> jax.Array:
-    """The line for L (m, m), of which this device has the rows `factor`; `other` is the decomposition of R, None for I.
+    """The line for L (m, m), of which this device has the rows `factor`; `between` is the decomposition of R, None for I.
 
     For R pass `G.T` and the decomposition of L. Each device computes its own rows; the whole comes back, symmetric.
     """
-    if other is None:
+    if between is None:
         half, whole_half = part.own(G), G
     else:
-        half = (part.own(G) @ other.vectors) * jnp.sqrt(inverse_eigenvalues(other.values, G, eps, numerics))[None, :]
+        half = (part.own(G) @ between.vectors) * jnp.sqrt(inverse_eigenvalues(between.values, G, eps, numerics))[None, :]
         whole_half = part.gather(half)
     factor = part.gather(beta_t * factor + (1 - beta_t) / G.shape[1] * (half @ whole_half.T))
     # A matrix product may round (i, j) and (j, i) differently; over many steps that would show in the factor.
     return (factor + factor.T) / 2
-
-
-def plain(
-    factor: jax.Array,
-    G: jax.Array,
-    other: Eigen | None,
-    beta_t: jax.Array,
-    eps: float | jax.Array,
-    numerics: Numerics,
-    part: Part,
-) -> jax.Array:
-    """The same with the identity for the other side."""
-    del other
-    return kullback_leibler(factor, G, None, beta_t, eps, numerics, part)

@@ -46,7 +46,7 @@ def adam(
     restore: Transform,
     hyper: Hyperparameters,
     t: jax.Array,
-    momentum: Momentum = bias_corrected,
+    momentum: Momentum,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adam: averages the gradient, then normalises."""
     rotated = project(G)
@@ -66,7 +66,7 @@ def laprop(
     restore: Transform,
     hyper: Hyperparameters,
     t: jax.Array,
-    momentum: Momentum = bias_corrected,
+    momentum: Momentum,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """LaProp: normalises the gradient, then averages."""
     rotated = project(G)

@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 
     hyper: Hyperparameters
     numerics: Numerics
-    factors: _factors.Update
+    between: _factors.Between
     eigenbasis: Eigenbasis
     inner: Inner
 
@@ -36,7 +36,9 @@ def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, divis
     beta_t = _factors.bias_corrected_beta(rule.hyper.shampoo_beta, t)
 
     def moved(factor: jax.Array, G: jax.Array, other: Eigen | None, part: Part | None) -> jax.Array | None:
-        return None if part is None else rule.factors(factor, G, other, beta_t, rule.hyper.eps, rule.numerics, part)
+        if part is None:
+            return None
+        return _factors.update_factor(factor, G, rule.between(other), beta_t, rule.hyper.eps, rule.numerics, part)
 
     L, R = moved(state.L, G, right, division.left), moved(state.R, G.T, left, division.right)
     return Accumulated(G, L, R), Bases(left, right, state.nu, state.eigh_failures)

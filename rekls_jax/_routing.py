@@ -74,18 +74,15 @@ def _names(path: Any) -> list[str]:
 
 def _numbers(what: str, module: str, name: str, shape: tuple[int, ...], in_front: int) -> MatrixDimensionNumbers | None:
     axes = tuple(range(in_front, len(shape)))
-    dense = name == "kernel" and (module.lower() in ("dense", "linear") or module.lower().startswith(("dense_", "linear_")))
-    if len(axes) > (2 if dense else 1 if name == "scale" else len(axes)):
+    dense = name == "kernel" and module.lower().split("_")[0] in ("dense", "linear")
+    if (dense and len(axes) > 2) or (name == "scale" and len(axes) > 1):
         raise ValueError(
             f"The array {what} of shape {shape} has more axes than a {'dense layer' if dense else 'norm'} gives it, behind "
             f"the {in_front} of `stacked`: name there the module above it that `nn.scan` or `nn.vmap` made."
         )
     if len(axes) < 2 or any(never in name.lower() for never in NEVER):
         return None
-    if len(axes) == 2:
+    kernel = name == "kernel"
+    if len(axes) == 2 or (kernel and module in ATTENTION_INPUTS):
         return MatrixDimensionNumbers(axes[:1], axes[1:])
-    if name != "kernel":
-        return None
-    if module in ATTENTION_INPUTS:
-        return MatrixDimensionNumbers(axes[:1], axes[1:])
-    return None if shape[-2] == 1 else MatrixDimensionNumbers(axes[:-1], axes[-1:])
+    return MatrixDimensionNumbers(axes[:-1], axes[-1:]) if kernel and shape[-2] > 1 else None
