@@ -89,7 +89,9 @@ def rekls(
       eigenbasis: `Eigh()`, or `OrthogonalIteration(power_iterations)`, SOAP's power step and QR decomposition.
       numerics: how the step is kept well-posed; `REFERENCE` reproduces the PyTorch reference.
       precondition_frequency: each matrix gets new bases once in so many steps, every step another share of the matrices;
-        factors and moments move at every step. A matrix has the identity, and is Adam's, until its first turn.
+        factors and moments move at every step. A matrix has the identity, and is Adam's, until its first turn. Where m ≠ n
+        the longer side's factor has full rank only after several gradients; round-off chooses the null directions of a basis
+        made before, and until the matrix's next turn its updates depend on them: they differ between machines or meshes.
       max_precond_dim: a side longer than this has no factor and stays the identity, beside which the other side's factor is
         the plain one; a matrix with two such sides goes to `fallback`.
       dimension_numbers: `MatrixDimensionNumbers` (or optax's `MuonDimensionNumbers`) for the leaves that are matrices or
@@ -206,9 +208,10 @@ def rekls(
         if params is not None:
             _checks.same_shapes("parameter", params, like)
         elif decays:
+            advice = _checks.static_advice("weight_decay") if isinstance(weight_decay, jax.Array) else ""
             raise ValueError(
                 "`update` needs `params` for weight decay, got None: call `tx.update(gradients, state, params)`, or pass "
-                "`weight_decay=0.0`."
+                f"`weight_decay=0.0`.{advice}"
             )
         tx = routed(updates if params is None else params, updates, "gradient")
         return tx.update(updates, state, params, **extra_args)

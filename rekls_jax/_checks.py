@@ -35,18 +35,14 @@ def non_negative(name: str, value: Any) -> None:
 def positive_int(name: str, value: Any) -> int:
     """Python's or NumPy's: the program depends on it."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        advice = (
-            f" Under `optax.inject_hyperparams` pass `static_args={name!r}`."
-            if isinstance(value, (jax.Array, np.ndarray))
-            else ""
-        )
+        advice = static_advice(name) if isinstance(value, (jax.Array, np.ndarray)) else ""
         raise TypeError(f"`{name}` must be an int >= 1, got {value!r} of type {type(value).__name__}.{advice}")
     if value < 1:
         raise ValueError(f"`{name}` must be an int >= 1, got {value}.")
     return int(value)
 
 
-def _static(name: str) -> str:
+def static_advice(name: str) -> str:
     return f" Under `optax.inject_hyperparams` pass `static_args={name!r}`."
 
 
@@ -67,7 +63,7 @@ def instance_of(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
         called = callable(value) and not isinstance(value, type)  # as a schedule: a mesh can be called
-        advice = _static(name) if called else ""
+        advice = static_advice(name) if called else ""
         raise TypeError(f"`{name}` must be a {expected}, got {value!r} of type {type(value).__name__}.{advice}")
 
 

@@ -81,8 +81,11 @@ def step(leaves: Sequence[Leaf], rule: Rule, count: jax.Array, every: int, eigh_
     for i, leaf in enumerate(leaves):
         alike.setdefault((leaf.layout.sides, leaf.G.dtype), []).append(i)
     buckets = [[leaves[i] for i in indices] for indices in alike.values()]
-    turns = _turns.deal(list(map(_as_turns, leaves)), every)
-    due = [_due([turns[i] for i in indices], sides, count, every) for (sides, _), indices in alike.items()]
+    due: list[jax.Array | None] = [None] * len(buckets)
+    if every > 1:
+        turns = _turns.deal(list(map(_as_turns, leaves)), every)
+        turn = (count - 1) % every
+        due = [_due([turns[i] for i in indices], sides, turn) for (sides, _), indices in alike.items()]
     moved = _move([_stack(*bucket) for bucket in zip(buckets, due, strict=True)], rule, count, count <= every, eigh_axes)
     parts = map(_unstack, moved, buckets)
     results = {i: leaf for bucket in zip(alike.values(), parts, strict=True) for i, leaf in zip(*bucket, strict=True)}
@@ -97,12 +100,10 @@ def _as_turns(leaf: Leaf) -> _turns.Stack:
     return _turns.Stack(list(zip(map(_collectives.axis_size, names), shape, strict=True)), cost)
 
 
-def _due(turns: Sequence[np.ndarray], sides: Sides, count: jax.Array, every: int) -> jax.Array | None:
-    """Which of a bucket's matrices are, of leaves with these `turns`; None: all."""
-    if every == 1:
-        return None
-    table = _turns.table(np.concatenate(turns, axis=1), every)
-    return _collectives.own(jnp.asarray(table), sides.batch)[0][(count - 1) % every]
+def _due(turns: Sequence[np.ndarray], sides: Sides, turn: jax.Array) -> jax.Array:
+    """Which of a bucket's matrices it is the turn of, of leaves with these `turns`."""
+    parts = np.concatenate(turns, axis=1)
+    return _turns.due(_collectives.own(jnp.asarray(parts), sides.batch)[0], turn, _turns.most_due(parts))
 
 
 def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, first: jax.Array, eigh_axes: AxisNames) -> list[Stack]:

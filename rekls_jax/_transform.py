@@ -92,6 +92,7 @@ def scale_by_rekls(
     _checks.instance_of("eigenbasis", eigenbasis, Eigh, OrthogonalIteration)
     _checks.instance_of("numerics", numerics, Numerics)
     every = _checks.positive_int("precondition_frequency", precondition_frequency)
+    every = min(every, np.iinfo(np.int32).max)  # where the count of steps stays
     longest = _checks.positive_int("max_precond_dim", max_precond_dim)
     _checks.floating_dtype("mu_dtype", mu_dtype)
     _checks.one_of("eigh_placement", eigh_placement, PLACEMENTS)

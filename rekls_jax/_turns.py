@@ -1,9 +1,11 @@
-"""Which matrices get new bases at which step, where not all do at every step. Static, and the same on any mesh."""
+"""Which matrices get new bases at which step, where not all do at every step: the same on any mesh."""
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -23,17 +25,19 @@ def deal(stacks: Sequence[Stack], every: int) -> list[np.ndarray]:
     dealt = 0
     for i, (axes, _) in sorted(enumerate(stacks), key=lambda item: -item[1].cost):
         parts, sizes = math.prod(part for part, _ in axes), math.prod(size for _, size in axes)
-        whole = (dealt + np.arange(parts * sizes)) % every
+        whole = (dealt + np.arange(parts * sizes, dtype=np.int32)) % every
         apart = whole.reshape([n for axis in axes for n in axis])
         turns[i] = apart.transpose([*range(0, apart.ndim, 2), *range(1, apart.ndim, 2)]).reshape(parts, sizes)
         dealt += whole.size
     return [turns[i] for i in range(len(stacks))]
 
 
-def table(turns: np.ndarray, every: int) -> np.ndarray:
-    """Which of the k matrices of each row of `turns` are due at each turn, (rows, every, slots); k for none."""
-    due = [[np.flatnonzero(row == turn) for turn in range(every)] for row in turns]
-    slots = max(len(indices) for row in due for indices in row)
-    return np.array(
-        [[np.pad(indices, (0, slots - len(indices)), constant_values=turns.shape[1]) for indices in row] for row in due]
-    )
+def most_due(turns: np.ndarray) -> int:
+    """Of the matrices of one row of `turns`, (rows, k), how many at most are due at once."""
+    return max(int(np.unique(row, return_counts=True)[1].max()) for row in turns)
+
+
+def due(turns: jax.Array, turn: jax.Array, slots: int) -> jax.Array:
+    """Indices of the matrices whose turn it is, of `turns` (k,), in (slots,); k for none."""
+    none = len(turns)
+    return jnp.sort(jnp.where(turns == turn, jnp.arange(none, dtype=turns.dtype), none))[:slots]

@@ -94,6 +94,17 @@ BAD_NUMERICS = [
 ]
 
 
+def test_an_injected_decay_of_zero_is_a_number_that_may_change():
+    tx = optax.inject_hyperparams(rekls)(0.1, weight_decay=0.0)
+    with pytest.raises(
+        ValueError, match=r"needs `params` .*`weight_decay=0\.0`\. Under .* pass `static_args='weight_decay'`"
+    ):
+        tx.update(PARAMS, tx.init(PARAMS))
+    tx = optax.inject_hyperparams(rekls, static_args="weight_decay")(0.1, weight_decay=0.0)
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS))
+    assert np.isfinite(updates["layer"]["w"]).all()
+
+
 def test_a_mesh_is_no_schedule():
     tx = optax.inject_hyperparams(rekls)(0.1, mesh=mesh_of(8), param_specs=P())
     with pytest.raises(

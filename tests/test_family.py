@@ -93,8 +93,9 @@ def test_each_turn_has_its_share_of_every_shape_and_of_the_cost(every):
     costs = np.array([stack.cost for stack in stacks])
     assert (costs @ counts).max() - (costs @ counts).min() <= costs.max()
     for turn in turns:
-        table = _turns.table(turn, every)
-        for part, row in zip(table, turn, strict=True):
+        for row in turn:
+            slots = _turns.most_due(turn)
+            part = np.array([_turns.due(jnp.asarray(row), jnp.int32(t), slots) for t in range(every)])
             assert sorted(i for i in part.ravel() if i < len(row)) == list(range(len(row)))
             assert all((row[indices[indices < len(row)]] == t).all() for t, indices in enumerate(part))
 
@@ -123,6 +124,17 @@ def test_bases_change_in_turn_and_one_by_one(every, shapes, turns):
         Q_L, Q_R, eig_L, eig_R, L = ([bool((x != y).any()) for x, y in pair] for pair in pairs)
         assert Q_L == Q_R == eig_L == eig_R == [(step - turn) % every == 0 for turn in turns]
         assert all(L), "the factors move at every step"
+
+
+def test_a_frequency_beyond_any_run_costs_nothing():
+    tx = scale_by_rekls(precondition_frequency=2**40)
+    state, update = tx.init([jnp.zeros((5, 4))] * 2), jax.jit(tx.update)
+    moved = []
+    for step in range(3):
+        before = state
+        _, state = update([jnp.asarray(gradients((5, 4), 1, seed=step)[0])] * 2, state)
+        moved.append([bool((x != y).any()) for x, y in zip(before.Q_L, state.Q_L, strict=True)])
+    assert moved == [[True, False], [False, True], [False, False]]
 
 
 def test_a_frequency_of_one_is_that_of_no_option():
