@@ -32,6 +32,10 @@ def own(x: jax.Array, names: AxisNames, axis: int = 0) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(names) * size, size, axis)
 
 
+def _all_to_all(x: jax.Array, names: AxisNames, split_axis: int, concat_axis: int) -> jax.Array:
+    return jax.lax.all_to_all(x, names, split_axis, concat_axis, tiled=True) if names else x
+
+
 def varying(x: jax.Array, names: AxisNames) -> jax.Array:
     """`x` typed as one device's part, though made the same on all: a loop over steps wants one type throughout."""
     names = tuple(name for name in names if name not in varies_over(x))
@@ -55,23 +59,43 @@ class Part(NamedTuple):
     def own(self, x: jax.Array, axis: int = 0) -> jax.Array:
         return self._along(own, x, axis, self.side.sizes)
 
+    def exchange(self, x: jax.Array, axis: int) -> jax.Array:
+        """Of a stack `x`, each device's part along `axis` -> for each device some of the stack, whole along `axis`."""
+        sizes, names = self.side
+        sizes = [size // axis_size(over) for size, over in zip(sizes, names, strict=True)]
+        return self._along(lambda x, names, i: _all_to_all(x, names, 0, i), x, axis, sizes)
+
+    def exchange_back(self, x: jax.Array, axis: int) -> jax.Array:
+        """What `exchange` made of it -> `x`."""
+        return self._along(lambda x, names, i: _all_to_all(x, names, i, 0), x, axis, self.side.sizes, last_first=True)
+
+    def as_part(self, x: jax.Array, other: Any) -> jax.Array:
+        return x if self == other else other.own(self.gather(x))
+
+    def each(self, x: jax.Array) -> jax.Array:
+        return gather(x[None], sum(self.side.names, ()))
+
     def sum(self, x: jax.Array) -> jax.Array:
         names = sum(self.side.names, ())
         return jax.lax.psum(x, names) if names else x
 
-    def _along(self, function: Callable[..., jax.Array], x: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
+    def _along(
+        self, function: Callable[..., jax.Array], x: jax.Array, axis: int, sizes: Sequence[int], last_first: bool = False
+    ) -> jax.Array:
         if not any(self.side.names):
             return x
         before, after = x.shape[:axis], x.shape[axis + 1 :]
         x = x.reshape(*before, *sizes, *after)
-        for i, names in enumerate(self.side.names, start=axis):
+        places = list(enumerate(self.side.names, start=axis))
+        for i, names in reversed(places) if last_first else places:
             x = function(x, names, i)
-        return x.reshape(*before, -1, *after)
+        return x.reshape(*x.shape[:axis], -1, *after)
 
 
 def division(sides: Sides) -> Division:
     left, right = (None if side is None else Part(side) for side in (sides.left, sides.right))
-    return Division(Part(sides.rows), Part(sides.columns), left, right)
+    entries = Side((sides.rows.size() * sides.columns.size(),), (sides.axes(),))
+    return Division(Part(sides.rows), Part(sides.columns), Part(entries), left, right)
 
 
 def gather_all(arrays: Any, specs: Any) -> Any:

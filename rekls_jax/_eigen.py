@@ -28,13 +28,13 @@ def descending(eigen: Eigen) -> tuple[Eigen, jax.Array]:
 def project(x: jax.Array, bases: Pair, division: Division) -> jax.Array:
     """`Q_L^T x Q_R`, (m, n): a matrix of the parameter's basis seen in the eigenbasis. Own part of own part."""
     Q_L, Q_R = map(_vectors, bases)
-    return _between(None if Q_L is None else Q_L.T, x, Q_R, division)
+    return _between(_own(division.rows, Q_L, transposed=True), x, _own(division.columns, Q_R, transposed=True), division)
 
 
 def restore(x: jax.Array, bases: Pair, division: Division) -> jax.Array:
     """`Q_L x Q_R^T`, (m, n): back from the eigenbasis. Own part of own part."""
     Q_L, Q_R = map(_vectors, bases)
-    return _between(Q_L, x, None if Q_R is None else Q_R.T, division)
+    return _between(_own(division.rows, Q_L), x, _own(division.columns, Q_R), division)
 
 
 def carry_second_moment(nu: jax.Array, old: Pair, new: Pair, division: Division) -> jax.Array:
@@ -44,13 +44,14 @@ def carry_second_moment(nu: jax.Array, old: Pair, new: Pair, division: Division)
     non-negative and keeps its sum, and a mere change of sign or order of the eigenvectors moves it exactly along.
     """
 
-    def overlap(part: Part | None, new: Eigen | None, old: Eigen | None) -> jax.Array | None:
+    def overlap(part: Part | None, new: Eigen | None, old: Eigen | None, wanted: Part) -> jax.Array | None:
         if part is None or new is None or old is None:
             return None
-        return part.gather(jnp.square(part.own(new.vectors.T) @ old.vectors))
+        return part.as_part(jnp.square(part.own(new.vectors.T) @ old.vectors), wanted)
 
-    A2, B2 = (overlap(*side) for side in zip((division.left, division.right), new, old, strict=True))
-    return _between(A2, nu, None if B2 is None else B2.T, division)
+    sides = zip((division.left, division.right), new, old, (division.rows, division.columns), strict=True)
+    A2, B2 = (overlap(*side) for side in sides)
+    return _between(A2, nu, B2, division)
 
 
 def reorder_second_moment(nu: jax.Array, orders: tuple[jax.Array | None, jax.Array | None], division: Division) -> jax.Array:
@@ -65,9 +66,13 @@ def _vectors(eigen: Eigen | None) -> jax.Array | None:
     return None if eigen is None else eigen.vectors
 
 
+def _own(part: Part, Q: jax.Array | None, *, transposed: bool = False) -> jax.Array | None:
+    """Own rows of `Q`, or of its transpose."""
+    return None if Q is None else part.own(Q.T if transposed else Q)
+
+
 def _between(A: jax.Array | None, x: jax.Array, B: jax.Array | None, division: Division) -> jax.Array:
-    """Own part of `A X B` from whole `A` (m, m), own part `x` of X (m, n) and whole `B` (n, n)."""
-    rows, columns = division.rows, division.columns
+    """Own part of `A X B^T` from own rows of A (m, m) and of B (n, n), and own part of X (m, n)."""
     if B is not None:
-        x = columns.gather(x, axis=1) @ columns.own(B, axis=1)
-    return x if A is None else rows.own(A) @ rows.gather(x)
+        x = division.columns.gather(x, axis=1) @ B.T
+    return x if A is None else A @ division.rows.gather(x)

@@ -61,12 +61,12 @@ def assign(groups: Sequence[Group], axis_sizes: Mapping[str, int]) -> list[np.nd
 
 def decompose(stacks: Sequence[Stack], eigenbasis: Eigenbasis, first: jax.Array, eigh_axes: AxisNames) -> list[Eigen]:
     """Of each stack, in its order, on every device; NaN where `eigenbasis` fails. Equal sizes travel together."""
-    members: dict[tuple[int, jnp.dtype, AxisNames], list[int]] = {}
+    members: dict[tuple[int, jnp.dtype, AxisNames, bool], list[int]] = {}
     for i, stack in enumerate(stacks):
-        members.setdefault((stack.matrices.shape[-1], stack.matrices.dtype, stack.batch), []).append(i)
+        members.setdefault((stack.matrices.shape[-1], stack.matrices.dtype, stack.batch, stack.wanted is None), []).append(i)
     groups = [
         Group(size, sum(len(stacks[i].matrices) for i in indices), tuple(name for name in eigh_axes if name not in batch))
-        for (size, _, batch), indices in members.items()
+        for (size, _, batch, _), indices in members.items()
     ]
     tables = assign(groups, {name: _collectives.axis_size((name,)) for name in eigh_axes})
     merged = [jax.tree.map(lambda *x: jnp.concatenate(x), *(stacks[i][:3] for i in indices)) for indices in members.values()]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from rekls_jax._types import Eigen, Numerics, Part
+from rekls_jax._types import Division, Eigen, Numerics, Part
 
 Between = Callable[[Eigen | None], Eigen | None]
 """The other side's decomposition -> the one whose inverse stands between G and G^T; None for the identity."""
@@ -33,20 +33,24 @@ def bias_corrected_beta(shampoo_beta: float | jax.Array, t: jax.Array) -> jax.Ar
     return 1 - (1 - shampoo_beta) / (1 - shampoo_beta**t)
 
 
-def root_mean_square(G: jax.Array) -> jax.Array:
-    """Of all entries, (). Of the scaled matrix: in float32 the squares of large gradients sum to infinity."""
+def root_mean_square(G: jax.Array, division: Division) -> jax.Array:
+    """Of all entries of a matrix, () on every device, of which this one has the part `G`."""
+    return _root_mean_square(division.matrix.each(_root_mean_square(G)))  # the parts are equal
+
+
+def _root_mean_square(G: jax.Array) -> jax.Array:
+    """Of the scaled array: in float32 the squares of large gradients sum to infinity."""
     largest = jnp.max(jnp.abs(G))
     scale = jnp.where(largest == 0, 1, largest)
     return scale * jnp.sqrt(jnp.mean(jnp.square(G / scale)))
 
 
-def inverse_eigenvalues(values: jax.Array, G: jax.Array, eps: float | jax.Array, numerics: Numerics) -> jax.Array:
-    """`1/eig` of a factor `(m,)`, floored; eigenvalues that hold nothing yet are taken as the gradient's RMS."""
+def inverse_eigenvalues(values: jax.Array, rms: jax.Array, eps: float | jax.Array, numerics: Numerics) -> jax.Array:
+    """`1/eig` of a factor `(m,)`, floored; eigenvalues that hold nothing yet are taken as `rms`, the gradient's."""
     dtype = jnp.finfo(values.dtype)
     if numerics.initial_eigenvalue is None:
         # Not only at step 1: a matrix without gradients for hundreds of steps (an idle expert) has factors near zero,
         # whose inverse would make the next gradient dominate for as long again.
-        rms = root_mean_square(G)
         values = jnp.where(values[0] > dtype.eps * rms, values, rms)
     # `tiny` keeps 1/0 out when eps is 0 and no gradient has come yet.
     floor = jnp.maximum(jnp.maximum(numerics.eigenvalue_floor * values[0], eps), dtype.tiny)
@@ -58,6 +62,7 @@ def update_factor(
     G: jax.Array,
     between: Eigen | None,
     beta_t: jax.Array,
+    rms: jax.Array,
     eps: float | jax.Array,
     numerics: Numerics,
     part: Part,
@@ -69,7 +74,7 @@ def update_factor(
     if between is None:
         half, whole_half = part.own(G), G
     else:
-        half = (part.own(G) @ between.vectors) * jnp.sqrt(inverse_eigenvalues(between.values, G, eps, numerics))[None, :]
+        half = (part.own(G) @ between.vectors) * jnp.sqrt(inverse_eigenvalues(between.values, rms, eps, numerics))[None, :]
         whole_half = part.gather(half)
     factor = part.gather(beta_t * factor + (1 - beta_t) / G.shape[1] * (half @ whole_half.T))
     # A matrix product may round (i, j) and (j, i) differently; over many steps that would show in the factor.

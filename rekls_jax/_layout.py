@@ -36,6 +36,10 @@ class Sides(NamedTuple):
     left: Side | None  # the rows of L and Q_L; None where m is too long for a factor, and stays the identity
     right: Side | None  # the rows of R and Q_R
 
+    def axes(self) -> AxisNames:
+        """The mesh axes that divide a matrix."""
+        return sum(self.rows.names + self.columns.names, ())
+
 
 class Layout(NamedTuple):
     """Of one parameter."""
@@ -59,7 +63,7 @@ def layout(
     """Of a parameter of the (whole) `shape`, under a `spec` that fits it: see `check_names`."""
     names = axis_names(spec, len(shape))
     rows, columns = (_side([(shape[axis], names[axis]) for axis in axes]) for axes in (view.rows, view.columns))
-    over = sum(rows.names + columns.names, ())
+    over = Sides((), rows, columns, None, None).axes()
     left, right = (
         None
         if side.size() > max_precond_dim
@@ -78,10 +82,10 @@ def layout(
 
 def _side(axes: list[tuple[int, AxisNames]]) -> Side:
     """Of these array axes. One that nothing divides joins the one before it: matrices that lie alike must look alike."""
-    sizes: list[int] = [1]
-    over: list[AxisNames] = [()]
+    sizes: list[int] = []
+    over: list[AxisNames] = []
     for size, names in axes:
-        if names:
+        if names or not sizes:
             sizes.append(size)
             over.append(names)
         else:

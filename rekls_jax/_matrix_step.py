@@ -30,6 +30,7 @@ class Rule(NamedTuple):
 
 def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, division: Division) -> tuple[Accumulated, Bases]:
     """Both factors moved on by the gradient, of which this device has the part `G`, and the bases they were made with."""
+    rms = _factors.root_mean_square(G, division)
     G = division.rows.gather(division.columns.gather(G, axis=1))
     left = _whole(state.eig_L, state.Q_L, division.left)
     right = _whole(state.eig_R, state.Q_R, division.right)
@@ -38,10 +39,10 @@ def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, divis
     def moved(factor: jax.Array, G: jax.Array, other: Eigen | None, part: Part | None) -> jax.Array | None:
         if part is None:
             return None
-        return _factors.update_factor(factor, G, rule.between(other), beta_t, rule.hyper.eps, rule.numerics, part)
+        return _factors.update_factor(factor, G, rule.between(other), beta_t, rms, rule.hyper.eps, rule.numerics, part)
 
     L, R = moved(state.L, G, right, division.left), moved(state.R, G.T, left, division.right)
-    return Accumulated(G, L, R), Bases(left, right, state.nu, state.eigh_failures)
+    return Accumulated(L, R, _round_off(rms, G.shape, rule.numerics)), Bases(left, right, state.nu, state.eigh_failures)
 
 
 def _whole(values: jax.Array, vectors: jax.Array, part: Part | None) -> Eigen | None:
@@ -70,18 +71,18 @@ def refresh(new: _eigen.Pair, bases: Bases, rule: Rule, t: jax.Array, division: 
 
 
 def apply(
-    whole: Accumulated, bases: Bases, state: MatrixState, rule: Rule, t: jax.Array, division: Division
+    G: jax.Array, whole: Accumulated, bases: Bases, state: MatrixState, rule: Rule, t: jax.Array, division: Division
 ) -> tuple[jax.Array, MatrixState]:
-    """Own part of the update (m, n), and `state` moved on."""
-    hyper, numerics = rule.hyper, rule.numerics
+    """Own part of the update (m, n), and `state` moved on; `G` is own part of the gradient."""
+    hyper = rule.hyper
     left, right, nu, eigh_failures = bases
     update, mu, nu = rule.inner(
-        division.rows.own(division.columns.own(whole.G, axis=1)),
+        G,
         state.mu.astype(nu.dtype),
         nu,
         lambda x: _eigen.project(x, (left, right), division),
-        lambda x: _without_dead_rows(_eigen.restore(x, (left, right), division), whole, state.mu, numerics, division),
-        hyper._replace(eps=hyper.eps + _round_off(whole.G, numerics)),
+        lambda x: _without_dead_rows(_eigen.restore(x, (left, right), division), whole, state.mu, rule.numerics, division),
+        hyper._replace(eps=hyper.eps + whole.round_off),
         t,
     )
 
@@ -93,7 +94,7 @@ def apply(
 
     eig_L, Q_L = basis(left, Eigen(state.eig_L, state.Q_L), division.left)
     eig_R, Q_R = basis(right, Eigen(state.eig_R, state.Q_R), division.right)
-    return _limit(update, hyper.max_update_rms, whole.G.size, division), MatrixState(
+    return _limit(update, hyper.max_update_rms, division), MatrixState(
         mu=mu.astype(state.mu.dtype),
         nu=nu,
         L=factor(whole.L, state.L, division.left),
@@ -106,10 +107,10 @@ def apply(
     )
 
 
-def _round_off(G: jax.Array, numerics: Numerics) -> jax.Array:
+def _round_off(rms: jax.Array, shape: tuple[int, ...], numerics: Numerics) -> jax.Array:
     """Size below which an entry of `Q_L^T G Q_R` is round-off, (): the spread of the error over the longer side."""
-    norm_over_longer_side = _factors.root_mean_square(G) * min(G.shape) ** 0.5  # ||G||_F / sqrt(max(m, n))
-    return numerics.round_off_floor * jnp.finfo(G.dtype).eps * norm_over_longer_side
+    norm_over_longer_side = rms * min(shape) ** 0.5  # ||G||_F / sqrt(max(m, n))
+    return numerics.round_off_floor * jnp.finfo(rms.dtype).eps * norm_over_longer_side
 
 
 def _without_dead_rows(
@@ -124,20 +125,19 @@ def _without_dead_rows(
     if numerics.round_off_floor == 0:
         return update
     rows, columns = division.rows, division.columns
-    still = mu == 0
+    moving = (mu != 0).astype(update.dtype)
     if whole.L is not None:
-        dead = rows.own(jnp.diag(whole.L) == 0) & jnp.all(columns.gather(still, axis=1), axis=1)
+        dead = rows.own(jnp.diag(whole.L) == 0) & (columns.sum(jnp.max(moving, axis=1)) == 0)
         update = jnp.where(dead[:, None], 0, update)
     if whole.R is not None:
-        dead = columns.own(jnp.diag(whole.R) == 0) & jnp.all(rows.gather(still), axis=0)
+        dead = columns.own(jnp.diag(whole.R) == 0) & (rows.sum(jnp.max(moving, axis=0)) == 0)
         update = jnp.where(dead[None, :], 0, update)
     return update
 
 
-def _limit(update: jax.Array, max_update_rms: float | jax.Array, size: int, division: Division) -> jax.Array:
-    """Scaled down to that root mean square, of all `size` entries on all devices, where it has more; 0: left as it is."""
+def _limit(update: jax.Array, max_update_rms: float | jax.Array, division: Division) -> jax.Array:
+    """Scaled down to that root mean square, of all entries on all devices, where it has more; 0: left as it is."""
     if isinstance(max_update_rms, float) and max_update_rms == 0:
         return update
-    total = division.rows.sum(division.columns.sum(jnp.sum(jnp.square(update))))
-    scale = jnp.minimum(1, max_update_rms / (jnp.sqrt(total / size) + 1e-7))
+    scale = jnp.minimum(1, max_update_rms / (_factors.root_mean_square(update, division) + 1e-7))
     return update * jnp.where(max_update_rms == 0, 1, scale)

@@ -4,6 +4,7 @@ Matrices of equal shape that lie alike go through it together, as one stack.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekls_jax import _collectives, _eigh_split, _matrix_step, _matrix_view, _turns
+from rekls_jax import _collectives, _eigh_split, _matrix_step, _matrix_view, _owners, _turns
 from rekls_jax._layout import AxisNames, Layout, Side, Sides, axis_names
 from rekls_jax._matrix_step import Rule
 from rekls_jax._types import Accumulated, Bases, Hyperparameters, MatrixState, Numerics
@@ -31,7 +32,7 @@ class Stack(NamedTuple):
     G: jax.Array
     state: MatrixState
     sides: Sides
-    due: jax.Array | None  # indices of those that get new bases, k for none; None: all
+    turns: np.ndarray | None  # (parts of the stack, k): when each gets new bases; None: at every step
 
 
 def initial_state(
@@ -45,7 +46,7 @@ def initial_state(
     eigenvalue = numerics.initial_eigenvalue or 0.0  # with None, 0 stands for "not seen yet": see `_kl`
     stack, sides = tuple(param.shape[axis] for axis in layout.view.batch), layout.sides
     on_stack = functools.partial(_collectives.varying, names=sides.batch)
-    on_matrix = functools.partial(_collectives.varying, names=sides.batch + sum(sides.rows.names + sides.columns.names, ()))
+    on_matrix = functools.partial(_collectives.varying, names=sides.batch + sides.axes())
 
     def factor(side: Side | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A factor of zeros, its eigenvectors and eigenvalues: own rows, the whole is never made."""
@@ -77,19 +78,47 @@ def step(leaves: Sequence[Leaf], rule: Rule, count: jax.Array, every: int, eigh_
     Each device computes its own part of everything, and its share of the decompositions, divided over `eigh_axes`. Each
     matrix gets new bases once in `every` steps.
     """
+    turns: Sequence[np.ndarray | None] = [None] * len(leaves)
+    if every > 1:
+        turns = _turns.deal(list(map(_as_turns, leaves)), every)
     alike: dict[tuple[Sides, jnp.dtype], list[int]] = {}
     for i, leaf in enumerate(leaves):
         alike.setdefault((leaf.layout.sides, leaf.G.dtype), []).append(i)
-    buckets = [[leaves[i] for i in indices] for indices in alike.values()]
-    due: list[jax.Array | None] = [None] * len(buckets)
-    if every > 1:
-        turns = _turns.deal(list(map(_as_turns, leaves)), every)
-        turn = (count - 1) % every
-        due = [_due([turns[i] for i in indices], sides, turn) for (sides, _), indices in alike.items()]
-    moved = _move([_stack(*bucket) for bucket in zip(buckets, due, strict=True)], rule, count, count <= every, eigh_axes)
-    parts = map(_unstack, moved, buckets)
-    results = {i: leaf for bucket in zip(alike.values(), parts, strict=True) for i, leaf in zip(*bucket, strict=True)}
+    stacks = [_stack([leaves[i] for i in indices], [turns[i] for i in indices]) for indices in alike.values()]
+    plans = _owners.plan([(stack.sides, len(stack.G)) for stack in stacks], eigh_axes)
+    shares = [_hand_out(*each) for each in zip(stacks, plans, strict=True)]
+    moved = iter(_move(list(itertools.chain(*shares)), rule, count, every, eigh_axes))
+    results: dict[int, Leaf] = {}
+    for indices, stack, share, plan in zip(alike.values(), stacks, shares, plans, strict=True):
+        whole = _take_back(stack, list(itertools.islice(moved, len(share))), plan)
+        results.update(zip(indices, _unstack(whole, [leaves[i] for i in indices]), strict=True))
     return [results[i] for i in range(len(leaves))]
+
+
+def _hand_out(stack: Stack, plan: Sequence[_owners.Handover]) -> list[Stack]:
+    """The matrices of `stack` that are handed over, each lot a stack, and those that stay divided."""
+    shares = []
+    for handover in plan:
+        G, state = handover.there(stack.G, stack.state)
+        turns = None
+        if stack.turns is not None or handover.table.min() < 0:  # no slot without a matrix has a turn
+            parts = _collectives.axis_size(stack.sides.batch)
+            dealt = np.zeros((parts, len(stack.G)), int) if stack.turns is None else stack.turns
+            turns = np.where(handover.table < 0, -1, dealt[:, handover.table]).reshape(-1, len(G))
+        shares.append(Stack(G, state, handover.owned(), turns))
+    handed = sum(np.count_nonzero(handover.table >= 0) for handover in plan)
+    if handed < len(stack.G):
+        turns = None if stack.turns is None else stack.turns[:, handed:]
+        shares.append(Stack(*jax.tree.map(lambda x: x[handed:], stack[:2]), stack.sides, turns))
+    return shares
+
+
+def _take_back(stack: Stack, shares: Sequence[Stack], plan: Sequence[_owners.Handover]) -> Stack:
+    """`stack` moved on, as the shares that `plan` made of it were."""
+    parts = [handover.back(*share[:2]) for handover, share in zip(plan, shares, strict=False)]
+    parts += [share[:2] for share in shares[len(plan) :]]
+    G, state = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return stack._replace(G=G, state=state)
 
 
 def _as_turns(leaf: Leaf) -> _turns.Stack:
@@ -100,18 +129,24 @@ def _as_turns(leaf: Leaf) -> _turns.Stack:
     return _turns.Stack(list(zip(map(_collectives.axis_size, names), shape, strict=True)), cost)
 
 
-def _due(turns: Sequence[np.ndarray], sides: Sides, turn: jax.Array) -> jax.Array:
-    """Which of a bucket's matrices it is the turn of, of leaves with these `turns`."""
-    parts = np.concatenate(turns, axis=1)
-    return _turns.due(_collectives.own(jnp.asarray(parts), sides.batch)[0], turn, _turns.most_due(parts))
+def _due(stack: Stack, turn: jax.Array) -> jax.Array | None:
+    """Indices of those that get new bases, k for none; None: all."""
+    if stack.turns is None:
+        return None
+    return _turns.due(_own_turns(stack.turns, stack.sides), turn, _turns.most_due(stack.turns))
 
 
-def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, first: jax.Array, eigh_axes: AxisNames) -> list[Stack]:
+def _own_turns(turns: np.ndarray, sides: Sides) -> jax.Array:
+    return _collectives.own(jnp.asarray(turns), sides.batch)[0]
+
+
+def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, every: int, eigh_axes: AxisNames) -> list[Stack]:
     accumulated = [_each(_matrix_step.accumulate, stack, rule, count)(stack.G, stack.state) for stack in stacks]
-    refreshed = _refresh(stacks, accumulated, rule, count, first, eigh_axes)
+    due = [_due(stack, (count - 1) % every) for stack in stacks]
+    refreshed = _refresh(stacks, accumulated, due, rule, count, count <= every, eigh_axes)
     moved = []
     for stack, (whole, _), bases in zip(stacks, accumulated, refreshed, strict=True):
-        update, state = _each(_matrix_step.apply, stack, rule, count)(whole, bases, stack.state)
+        update, state = _each(_matrix_step.apply, stack, rule, count)(stack.G, whole, bases, stack.state)
         moved.append(stack._replace(G=update, state=state))
     return moved
 
@@ -119,16 +154,17 @@ def _move(stacks: Sequence[Stack], rule: Rule, count: jax.Array, first: jax.Arra
 def _refresh(
     stacks: Sequence[Stack],
     accumulated: Sequence[tuple[Accumulated, Bases]],
+    due: Sequence[jax.Array | None],
     rule: Rule,
     count: jax.Array,
     first: jax.Array,
     eigh_axes: AxisNames,
 ) -> list[Bases]:
     """The bases of each stack, new for those matrices that are due."""
-    picked = [_pick((whole.L, whole.R, bases), stack.due) for stack, (whole, bases) in zip(stacks, accumulated, strict=True)]
+    picked = [_pick((whole.L, whole.R, bases), which) for (whole, bases), which in zip(accumulated, due, strict=True)]
     factors = {
-        (i, side): _eigh_split.Stack(S, previous, None if stack.due is None else stack.due < len(stack.G), stack.sides.batch)
-        for i, (stack, (*both, bases)) in enumerate(zip(stacks, picked, strict=True))
+        (i, side): _eigh_split.Stack(S, previous, None if which is None else which < len(stack.G), stack.sides.batch)
+        for i, (stack, which, (*both, bases)) in enumerate(zip(stacks, due, picked, strict=True))
         for side, (S, previous) in enumerate(zip(both, bases[:2], strict=True))
         if S is not None
     }
@@ -136,9 +172,9 @@ def _refresh(
         zip(factors, _eigh_split.decompose(list(factors.values()), rule.eigenbasis, first, eigh_axes), strict=True)
     )
     refreshed = []
-    for i, (stack, (*_, old), (_, bases)) in enumerate(zip(stacks, picked, accumulated, strict=True)):
+    for i, (stack, which, (*_, old), (_, bases)) in enumerate(zip(stacks, due, picked, accumulated, strict=True)):
         new = _each(_matrix_step.refresh, stack, rule, count)((eigens.get((i, 0)), eigens.get((i, 1))), old)
-        refreshed.append(_put(bases, new, stack.due))
+        refreshed.append(_put(bases, new, which))
     return refreshed
 
 
@@ -155,14 +191,25 @@ def _each(phase: Callable[..., Any], stack: Stack, rule: Rule, count: jax.Array)
     dtype = stack.G.dtype
     division = _collectives.division(stack.sides)
     rule = rule._replace(hyper=_as_dtype(rule.hyper, dtype))
-    return jax.vmap(functools.partial(phase, rule=rule, t=count.astype(dtype), division=division))
+    run = jax.vmap(functools.partial(phase, rule=rule, t=count.astype(dtype), division=division))
+    if stack.turns is None or stack.turns.min() >= 0:
+        return run
+
+    def rest(*arguments: Any) -> Any:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, *arguments))
+        return jax.tree.map(functools.partial(_collectives.varying, names=stack.sides.batch), zeros)
+
+    # A device that owns none of these may have others to work on.
+    busy = jnp.any(_own_turns(stack.turns, stack.sides) >= 0)
+    return lambda *arguments: jax.lax.cond(busy, run, rest, *arguments)
 
 
-def _stack(leaves: Sequence[Leaf], due: jax.Array | None) -> Stack:
+def _stack(leaves: Sequence[Leaf], turns: Sequence[np.ndarray | None]) -> Stack:
     """The matrices of leaves that lie alike, one after the other."""
     each = [_as_matrices(*leaf) for leaf in leaves]
     G, state = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
-    return Stack(G, state, leaves[0].layout.sides, due)
+    dealt = [each for each in turns if each is not None]
+    return Stack(G, state, leaves[0].layout.sides, np.concatenate(dealt, axis=1) if dealt else None)
 
 
 def _unstack(stack: Stack, leaves: Sequence[Leaf]) -> list[Leaf]:

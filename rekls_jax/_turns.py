@@ -33,8 +33,8 @@ def deal(stacks: Sequence[Stack], every: int) -> list[np.ndarray]:
 
 
 def most_due(turns: np.ndarray) -> int:
-    """Of the matrices of one row of `turns`, (rows, k), how many at most are due at once."""
-    return max(int(np.unique(row, return_counts=True)[1].max()) for row in turns)
+    """Of the matrices of one row of `turns`, (rows, k), how many at most are due at once; -1 is no turn."""
+    return max(int(np.bincount(row[row >= 0], minlength=1).max()) for row in turns)
 
 
 def due(turns: jax.Array, turn: jax.Array, slots: int) -> jax.Array:

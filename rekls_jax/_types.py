@@ -45,19 +45,25 @@ class Bases(NamedTuple):
 class Accumulated(NamedTuple):
     """Of one matrix, whole on every device: what `accumulate` makes for the rest of the step."""
 
-    G: jax.Array  # (m, n)
     L: jax.Array | None  # (m, m), symmetric
     R: jax.Array | None  # (n, n), symmetric
+    round_off: jax.Array  # (), of an entry of the gradient in another basis
 
 
 class Part(Protocol):
-    """A device's part of one axis of an array. On one device both functions are the identity."""
+    """A device's part of one axis of an array. On one device all functions are the identity; `each` adds an axis."""
 
     def gather(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """The whole array, of which each device has `x`: its part along `axis`."""
 
     def own(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """This device's part along `axis` of the whole array `x`."""
+
+    def as_part(self, x: jax.Array, other: "Part") -> jax.Array:
+        """What `other` owns of the whole of which this part is `x`; both divide the first axis."""
+
+    def each(self, x: jax.Array) -> jax.Array:
+        """What each device has as `x`, one after the other along a new first axis."""
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Of what each device has as `x`."""
@@ -78,6 +84,7 @@ class Division(NamedTuple):
 
     rows: Part  # of m, in the parameter and its moments
     columns: Part  # of n, in the parameter and its moments
+    matrix: Part  # of the m n entries
     left: Part | None  # of the rows of L and Q_L; None for a side that stays the identity
     right: Part | None  # of the rows of R and Q_R
 

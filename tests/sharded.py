@@ -28,11 +28,17 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
     "heads": ((12, 8, 6), P(None, "tp", None)),
     "inner": ((12, 3, 8), P(None, None, "tp")),
     "bias": ((16,), P("tp")),
+    "owned": ((6, 12, 20), P(None, None, "tp")),  # one to each of four devices, two more to two of them
+    "owned heads": ((9, 6, 8, 6), P(None, "data", "tp")),  # one to each of eight, the ninth stays divided
 }
 NUMBERS = {
     name: {1: None, 2: MatrixDimensionNumbers()}.get(len(shape), MatrixDimensionNumbers(0, (1, 2)))
     for name, (shape, _) in LAYOUTS.items()
-} | {"stack": MatrixDimensionNumbers(1, 2)}
+} | {
+    "stack": MatrixDimensionNumbers(1, 2),
+    "owned": MatrixDimensionNumbers(1, 2),
+    "owned heads": MatrixDimensionNumbers(1, (2, 3)),
+}
 EVERY = [name for name in LAYOUTS if name not in ("rows", "columns")]  # which lie as "tall" and "wide"
 FEW = ["rows", "columns", "replicated", "odd", "bias"]
 

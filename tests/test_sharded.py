@@ -333,8 +333,8 @@ def test_injected_hyperparameters_on_explicit_axes():
 def test_an_ensemble_on_many_devices_comes_back(options):
     # A batch of decompositions, here of the ensemble, would hang: see `_eigh_split`.
     numbers = MatrixDimensionNumbers(1, 2)
-    tx = scale_by_rekls(dimension_numbers=numbers, param_specs=P(None, "tp"), mesh=mesh_of(8), **options)
+    tx = scale_by_rekls(dimension_numbers=numbers, param_specs=P(None, "tp"), mesh=mesh_of(8), eps=1e-2, **options)
     G = jax.random.normal(jax.random.key(0), (4, 12, 32, 32))
     updates = jax.jit(jax.vmap(lambda G: tx.update(G, tx.init(G))[0]))(G)
     alone = jax.jit(lambda G: tx.update(G, tx.init(G))[0])(G[1])
-    assert rms(updates[1] - alone) < 0.05 * rms(alone)
+    assert rms(updates[1] - alone) < 5e-3 * rms(alone)

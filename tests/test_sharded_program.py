@@ -15,7 +15,7 @@ from sharded import entered, mesh_of
 from rekls_jax import REFERENCE, MatrixDimensionNumbers, rekls, scale_by_rekls, state_partition_specs
 from rekls_jax._eigh_split import Group, assign
 
-COLLECTIVE = r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+COLLECTIVE = r"= (?:\S+|\([^=]*\)) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 
 
 def compiled_step(shapes, spec, **options):
@@ -42,8 +42,15 @@ def eighs(compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("tp"), P("data", "tp")], ids=str)
 def test_collectives_do_not_grow_with_the_number_of_equal_leaves(spec):
-    few, many = (compiled_step({f"w{i}": (16, 24) for i in range(leaves)}, spec) for leaves in (2, 6))
-    assert collectives(few) == collectives(many) <= (18 if spec == P("tp") else 24)
+    # Over P devices: 1 stays divided, P and 2 P go whole to one device each, P + 1 do both.
+    devices = 4 if spec == P("tp") else 8
+    number = {
+        leaves: collectives(compiled_step({f"w{i}": (16, 24) for i in range(leaves)}, spec))
+        for leaves in (1, devices, devices + 1, 2 * devices)
+    }
+    assert number[1] <= (18 if spec == P("tp") else 24)
+    assert number[devices] == number[2 * devices] <= 21
+    assert number[devices + 1] <= number[1] + number[devices]
 
 
 def test_replicated_leaves_exchange_bases_and_nothing_else():

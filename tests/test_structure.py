@@ -25,6 +25,7 @@ LEVELS = {
     "_collectives": 4,
     "_eigenbasis": 4,
     "_eigh_split": 5,
+    "_owners": 5,
     "_mesh": 5,
     "_dtype": 6,
     "_step": 6,

@@ -1,0 +1,95 @@
+"""Whole matrices for single devices, where there are enough of them: the rest of their step then crosses no devices.
+
+Of equal matrices of which P devices have a part each, every device is handed whole ones, and hands the others their parts back
+in the end: a P-th of the bytes, sent and held, of all matrices whole on every device. Few matrices stay divided: the two
+factors of each are then decomposed on two devices, and the products around them by all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from rekls_jax import _collectives
+from rekls_jax._collectives import Part
+from rekls_jax._layout import AxisNames, Side, Sides
+from rekls_jax._types import MatrixState
+
+
+class Handover(NamedTuple):
+    """Of matrices of a stack that lies as `sides` says, some to each device along `names`, the mesh axes that divide them."""
+
+    sides: Sides
+    names: AxisNames
+    table: np.ndarray  # (devices, slots): which of the stack each gets, -1 for none
+
+    def owned(self) -> Sides:
+        """How the matrices lie at their owners: whole, the stack divided."""
+        rows, columns = (_undivided(side) for side in (self.sides.rows, self.sides.columns))
+        left, right = (None if side is None else _undivided(side) for side in (self.sides.left, self.sides.right))
+        return Sides(self.sides.batch + self.names, rows, columns, left, right)
+
+    def there(self, G: jax.Array, state: MatrixState) -> tuple[jax.Array, MatrixState]:
+        """Parts of all matrices, G (k, …) and each field of `state` -> own ones, (slots, …); for -1 some other."""
+        order = np.maximum(self.table.ravel(), 0)
+        return self._each(lambda x, sides: _to_owners(x[order], sides, self.names), G, state)
+
+    def back(self, G: jax.Array, state: MatrixState) -> tuple[jax.Array, MatrixState]:
+        """Own matrices, (slots, …) -> parts of those in the table, in their order in the stack."""
+        order = self.table.ravel()
+        places = np.argsort(order, stable=True)[np.count_nonzero(order < 0) :]
+        return self._each(lambda x, sides: _from_owners(x, sides, self.names)[places], G, state)
+
+    def _each(self, hand: Callable[..., jax.Array], G: jax.Array, state: MatrixState) -> tuple[jax.Array, MatrixState]:
+        _, rows, columns, left, right = self.sides
+        moments = [rows, columns]
+        divided = [moments, moments, moments, [left], [right], [left], [right], [], [], []]
+        handed = [hand(x, sides) for x, sides in zip((G, *state), divided, strict=True)]
+        return handed[0], MatrixState(*handed[1:])
+
+
+def plan(stacks: Sequence[tuple[Sides, int]], eigh_axes: AxisNames) -> list[list[Handover]]:
+    """For each stack, of so many matrices, how they go to owners; those in no table stay divided.
+
+    As many as divide evenly, and the rest one each to some of the devices, if it is enough for half of them: to those whose
+    turn it is, so that the rests of several stacks meet different devices. None where `eigh_axes` leave out a device.
+    """
+    handovers: list[list[Handover]] = []
+    dealt = 0
+    for sides, matrices in stacks:
+        names = sides.axes()
+        devices = _collectives.axis_size(names)
+        slots, rest = divmod(matrices, devices)
+        tables = []
+        if devices > 1 and set(names) <= set(eigh_axes):
+            tables += [np.arange(devices * slots).reshape(devices, slots)] if slots else []
+            if rest > 1 and 2 * rest >= devices:
+                one_each = np.full((devices, 1), -1)
+                one_each[np.arange(dealt, dealt + rest) % devices, 0] = np.arange(devices * slots, matrices)
+                tables.append(one_each)
+                dealt += rest
+        handovers.append([Handover(sides, names, table) for table in tables])
+    return handovers
+
+
+def _undivided(side: Side) -> Side:
+    return Side((side.size(),), ((),))
+
+
+def _to_owners(x: jax.Array, sides: Sequence[Side | None], names: AxisNames) -> jax.Array:
+    divided = _divided(sides)
+    for axis, part in divided:
+        x = part.exchange(x, axis)
+    return x if divided else _collectives.own(x, names)  # what is not divided is on every device
+
+
+def _from_owners(x: jax.Array, sides: Sequence[Side | None], names: AxisNames) -> jax.Array:
+    divided = _divided(sides)
+    for axis, part in reversed(divided):
+        x = part.exchange_back(x, axis)
+    return x if divided else _collectives.gather(x, names)
+
+
+def _divided(sides: Sequence[Side | None]) -> list[tuple[int, Part]]:
+    return [(axis, Part(side)) for axis, side in enumerate(sides, start=1) if side is not None and any(side.names)]
