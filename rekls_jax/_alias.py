@@ -104,7 +104,8 @@ def rekls(
         it, or a callable that makes one from the params. None in the place of a spec, or nothing: on every device whole.
       mesh: a `jax.sharding.Mesh` or `AbstractMesh`. Default: that of `jax.set_mesh`, or that the arrays lie on.
       eigh_axes: mesh axes over which decompositions are divided. Default: all, data-parallel ones too. Those that divide a
-        stack are left out for it: each device decomposes matrices that it holds.
+        stack are left out for it: each device decomposes matrices that it holds. Where they are all that divide a matrix,
+        and equal matrices are many, whole matrices go to one device each for the step.
       eigh_placement: "split" divides the decompositions over devices; with "replicated" every device does all, as in the
         PyTorch reference, and outside `jit` the result is that of one device bit for bit.
 

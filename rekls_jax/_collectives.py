@@ -53,17 +53,14 @@ class Part(NamedTuple):
     side: Side
 
     def gather(self, x: jax.Array, axis: int = 0) -> jax.Array:
-        sizes, names = self.side
-        return self._along(gather, x, axis, [size // axis_size(over) for size, over in zip(sizes, names, strict=True)])
+        return self._along(gather, x, axis, self._own_sizes())
 
     def own(self, x: jax.Array, axis: int = 0) -> jax.Array:
         return self._along(own, x, axis, self.side.sizes)
 
     def exchange(self, x: jax.Array, axis: int) -> jax.Array:
         """Of a stack `x`, each device's part along `axis` -> for each device some of the stack, whole along `axis`."""
-        sizes, names = self.side
-        sizes = [size // axis_size(over) for size, over in zip(sizes, names, strict=True)]
-        return self._along(lambda x, names, i: _all_to_all(x, names, 0, i), x, axis, sizes)
+        return self._along(lambda x, names, i: _all_to_all(x, names, 0, i), x, axis, self._own_sizes())
 
     def exchange_back(self, x: jax.Array, axis: int) -> jax.Array:
         """What `exchange` made of it -> `x`."""
@@ -78,6 +75,9 @@ class Part(NamedTuple):
     def sum(self, x: jax.Array) -> jax.Array:
         names = sum(self.side.names, ())
         return jax.lax.psum(x, names) if names else x
+
+    def _own_sizes(self) -> list[int]:
+        return [size // axis_size(over) for size, over in zip(*self.side, strict=True)]
 
     def _along(
         self, function: Callable[..., jax.Array], x: jax.Array, axis: int, sizes: Sequence[int], last_first: bool = False

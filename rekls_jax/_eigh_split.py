@@ -102,14 +102,14 @@ def _own_share(work: Work, table: np.ndarray, names: AxisNames, eigenbasis: Eige
 
 
 def _one_by_one(eigenbasis: Eigenbasis, work: Work, first: jax.Array) -> Eigen:
-    def one(i: int) -> Eigen:
-        S, previous, wanted = jax.tree.map(lambda x: x[i], work)
+    def one(carry: None, work: Work) -> tuple[None, Eigen]:
+        S, previous, wanted = work
         if wanted is None:
-            return _alone(eigenbasis, S, previous, first)
-        return jax.lax.cond(wanted, lambda: _alone(eigenbasis, S, previous, first), lambda: previous)
+            return carry, _alone(eigenbasis, S, previous, first)
+        return carry, jax.lax.cond(wanted, lambda: _alone(eigenbasis, S, previous, first), lambda: previous)
 
-    # Unrolled: on one device, cores that are free take several at a time.
-    return jax.tree.map(lambda *x: jnp.stack(x), *map(one, range(len(work[0]))))
+    # All at once, which cores that are free share. A program with many calls compiles slowly, and starts a few at a time.
+    return jax.lax.scan(one, None, work, unroll=8 if len(work[0]) > 32 else True)[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -138,4 +138,6 @@ def _exchange(share: Eigen, table: np.ndarray, names: AxisNames) -> Eigen:
     """All workers' shares in the order of the matrices, (k, …), the same on every device along `names`."""
     place = np.empty(table.max() + 1, int)
     place[table[table >= 0]] = np.flatnonzero(table.ravel() >= 0)
-    return jax.tree.map(lambda x: _collectives.gather(x, names)[place], share)
+    whole = jax.tree.map(lambda x: _collectives.gather(x, names), share)
+    in_place = np.array_equal(place, np.arange(table.size))
+    return whole if in_place else jax.tree.map(lambda x: x[place], whole)

@@ -40,7 +40,7 @@ def root_mean_square(G: jax.Array, division: Division) -> jax.Array:
 
 def _root_mean_square(G: jax.Array) -> jax.Array:
     """Of the scaled array: in float32 the squares of large gradients sum to infinity."""
-    largest = jnp.max(jnp.abs(G))
+    largest = jnp.maximum(jnp.max(G), -jnp.min(G))
     scale = jnp.where(largest == 0, 1, largest)
     return scale * jnp.sqrt(jnp.mean(jnp.square(G / scale)))
 

@@ -1,24 +1,27 @@
 """Whole matrices for single devices, where there are enough of them: the rest of their step then crosses no devices.
 
-Of equal matrices of which P devices have a part each, every device is handed whole ones, and hands the others their parts back
-in the end: a P-th of the bytes, sent and held, of all matrices whole on every device. Few matrices stay divided: the two
-factors of each are then decomposed on two devices, and the products around them by all.
+Of equal matrices of which P devices have a part each, every device is handed whole ones, and hands the others their parts
+back in the end: a P-th of the bytes, sent and held, of all matrices whole on every device. Few matrices stay divided: the
+two factors of each are then decomposed on two devices, and all take part in the products around them.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rekls_jax import _collectives
 from rekls_jax._collectives import Part
 from rekls_jax._layout import AxisNames, Side, Sides
+from rekls_jax._stacks import Stack
 from rekls_jax._types import MatrixState
 
 
 class Handover(NamedTuple):
-    """Of matrices of a stack that lies as `sides` says, some to each device along `names`, the mesh axes that divide them."""
+    """Of a stack that lies as `sides` says, some matrices to each device along `names`, the mesh axes that divide them."""
 
     sides: Sides
     names: AxisNames
@@ -49,7 +52,7 @@ class Handover(NamedTuple):
         return handed[0], MatrixState(*handed[1:])
 
 
-def plan(stacks: Sequence[tuple[Sides, int]], eigh_axes: AxisNames) -> list[list[Handover]]:
+def plan(stacks: Sequence[tuple[Sides, int]], axis_sizes: Mapping[str, int], eigh_axes: AxisNames) -> list[list[Handover]]:
     """For each stack, of so many matrices, how they go to owners; those in no table stay divided.
 
     As many as divide evenly, and the rest one each to some of the devices, if it is enough for half of them: to those whose
@@ -59,7 +62,7 @@ def plan(stacks: Sequence[tuple[Sides, int]], eigh_axes: AxisNames) -> list[list
     dealt = 0
     for sides, matrices in stacks:
         names = sides.axes()
-        devices = _collectives.axis_size(names)
+        devices = math.prod(axis_sizes[name] for name in names)
         slots, rest = divmod(matrices, devices)
         tables = []
         if devices > 1 and set(names) <= set(eigh_axes):
@@ -71,6 +74,33 @@ def plan(stacks: Sequence[tuple[Sides, int]], eigh_axes: AxisNames) -> list[list
                 dealt += rest
         handovers.append([Handover(sides, names, table) for table in tables])
     return handovers
+
+
+def hand_out(stack: Stack, plan: Sequence[Handover]) -> list[Stack]:
+    """The matrices of `stack` that are handed over, each lot a stack, and those that stay divided."""
+    shares = []
+    for handover in plan:
+        G, state = handover.there(stack.G, stack.state)
+        turns = None
+        if stack.turns is not None or handover.table.min() < 0:  # no slot without a matrix has a turn
+            parts = _collectives.axis_size(stack.sides.batch)
+            dealt = np.zeros((parts, len(stack.G)), int) if stack.turns is None else stack.turns
+            turns = np.where(handover.table < 0, -1, dealt[:, handover.table]).reshape(-1, len(G))
+        shares.append(Stack(G, state, handover.owned(), turns))
+    handed = sum(np.count_nonzero(handover.table >= 0) for handover in plan)
+    if handed < len(stack.G):
+        turns = None if stack.turns is None else stack.turns[:, handed:]
+        G, state = jax.tree.map(lambda x: x[handed:], (stack.G, stack.state))
+        shares.append(Stack(G, state, stack.sides, turns))
+    return shares
+
+
+def take_back(stack: Stack, shares: Sequence[Stack], plan: Sequence[Handover]) -> Stack:
+    """`stack` moved on, as the shares that `plan` made of it were."""
+    parts = [handover.back(*share[:2]) for handover, share in zip(plan, shares, strict=False)]
+    parts += [share[:2] for share in shares[len(plan) :]]
+    G, state = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return stack._replace(G=G, state=state)
 
 
 def _undivided(side: Side) -> Side:

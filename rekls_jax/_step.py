@@ -6,33 +6,17 @@ Matrices of equal shape that lie alike go through it together, as one stack.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekls_jax import _collectives, _eigh_split, _matrix_step, _matrix_view, _owners, _turns
+from rekls_jax import _collectives, _eigh_split, _matrix_step, _owners, _stacks, _turns
 from rekls_jax._layout import AxisNames, Layout, Side, Sides, axis_names
 from rekls_jax._matrix_step import Rule
+from rekls_jax._stacks import Leaf, Stack
 from rekls_jax._types import Accumulated, Bases, Hyperparameters, MatrixState, Numerics
-
-
-class Leaf(NamedTuple):
-    """A device's part of one parameter: `G` is its gradient or update."""
-
-    G: jax.Array
-    state: MatrixState
-    layout: Layout
-
-
-class Stack(NamedTuple):
-    """A device's part of equal matrices: `G` (k, m, n) is their gradient or update, `state` has k of each field."""
-
-    G: jax.Array
-    state: MatrixState
-    sides: Sides
-    turns: np.ndarray | None  # (parts of the stack, k): when each gets new bases; None: at every step
 
 
 def initial_state(
@@ -84,41 +68,16 @@ def step(leaves: Sequence[Leaf], rule: Rule, count: jax.Array, every: int, eigh_
     alike: dict[tuple[Sides, jnp.dtype], list[int]] = {}
     for i, leaf in enumerate(leaves):
         alike.setdefault((leaf.layout.sides, leaf.G.dtype), []).append(i)
-    stacks = [_stack([leaves[i] for i in indices], [turns[i] for i in indices]) for indices in alike.values()]
-    plans = _owners.plan([(stack.sides, len(stack.G)) for stack in stacks], eigh_axes)
-    shares = [_hand_out(*each) for each in zip(stacks, plans, strict=True)]
+    stacks = [_stacks.stack([leaves[i] for i in indices], [turns[i] for i in indices]) for indices in alike.values()]
+    axis_sizes = {name: _collectives.axis_size((name,)) for stack in stacks for name in stack.sides.axes()}
+    plans = _owners.plan([(stack.sides, len(stack.G)) for stack in stacks], axis_sizes, eigh_axes)
+    shares = [_owners.hand_out(*each) for each in zip(stacks, plans, strict=True)]
     moved = iter(_move(list(itertools.chain(*shares)), rule, count, every, eigh_axes))
     results: dict[int, Leaf] = {}
     for indices, stack, share, plan in zip(alike.values(), stacks, shares, plans, strict=True):
-        whole = _take_back(stack, list(itertools.islice(moved, len(share))), plan)
-        results.update(zip(indices, _unstack(whole, [leaves[i] for i in indices]), strict=True))
+        whole = _owners.take_back(stack, list(itertools.islice(moved, len(share))), plan)
+        results.update(zip(indices, _stacks.unstack(whole, [leaves[i] for i in indices], count), strict=True))
     return [results[i] for i in range(len(leaves))]
-
-
-def _hand_out(stack: Stack, plan: Sequence[_owners.Handover]) -> list[Stack]:
-    """The matrices of `stack` that are handed over, each lot a stack, and those that stay divided."""
-    shares = []
-    for handover in plan:
-        G, state = handover.there(stack.G, stack.state)
-        turns = None
-        if stack.turns is not None or handover.table.min() < 0:  # no slot without a matrix has a turn
-            parts = _collectives.axis_size(stack.sides.batch)
-            dealt = np.zeros((parts, len(stack.G)), int) if stack.turns is None else stack.turns
-            turns = np.where(handover.table < 0, -1, dealt[:, handover.table]).reshape(-1, len(G))
-        shares.append(Stack(G, state, handover.owned(), turns))
-    handed = sum(np.count_nonzero(handover.table >= 0) for handover in plan)
-    if handed < len(stack.G):
-        turns = None if stack.turns is None else stack.turns[:, handed:]
-        shares.append(Stack(*jax.tree.map(lambda x: x[handed:], stack[:2]), stack.sides, turns))
-    return shares
-
-
-def _take_back(stack: Stack, shares: Sequence[Stack], plan: Sequence[_owners.Handover]) -> Stack:
-    """`stack` moved on, as the shares that `plan` made of it were."""
-    parts = [handover.back(*share[:2]) for handover, share in zip(plan, shares, strict=False)]
-    parts += [share[:2] for share in shares[len(plan) :]]
-    G, state = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    return stack._replace(G=G, state=state)
 
 
 def _as_turns(leaf: Leaf) -> _turns.Stack:
@@ -202,33 +161,6 @@ def _each(phase: Callable[..., Any], stack: Stack, rule: Rule, count: jax.Array)
     # A device that owns none of these may have others to work on.
     busy = jnp.any(_own_turns(stack.turns, stack.sides) >= 0)
     return lambda *arguments: jax.lax.cond(busy, run, rest, *arguments)
-
-
-def _stack(leaves: Sequence[Leaf], turns: Sequence[np.ndarray | None]) -> Stack:
-    """The matrices of leaves that lie alike, one after the other."""
-    each = [_as_matrices(*leaf) for leaf in leaves]
-    G, state = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
-    dealt = [each for each in turns if each is not None]
-    return Stack(G, state, leaves[0].layout.sides, np.concatenate(dealt, axis=1) if dealt else None)
-
-
-def _unstack(stack: Stack, leaves: Sequence[Leaf]) -> list[Leaf]:
-    """What came of each leaf, in its shapes."""
-    ends = np.cumsum([leaf.state.eigh_failures.size for leaf in leaves])[:-1]
-    fields = [jnp.split(x, ends) for x in (stack.G, *stack.state)]
-    return [_as_leaf(G, MatrixState(*state), leaf) for leaf, G, *state in zip(leaves, *fields, strict=True)]
-
-
-def _as_matrices(G: jax.Array, state: MatrixState, layout: Layout) -> tuple[jax.Array, MatrixState]:
-    axes = len(layout.view.batch)
-    moments = [_matrix_view.to_matrices(x, layout.view) for x in (G, state.mu, state.nu)]
-    return moments[0], MatrixState(*moments[1:], *(x.reshape(-1, *x.shape[axes:]) for x in state[2:]))
-
-
-def _as_leaf(G: jax.Array, state: MatrixState, leaf: Leaf) -> Leaf:
-    moments = [_matrix_view.from_matrices(x, leaf.layout.view, leaf.G.shape) for x in (G, state.mu, state.nu)]
-    others = (x.reshape(old.shape) for x, old in zip(state[2:], leaf.state[2:], strict=True))
-    return Leaf(moments[0], MatrixState(*moments[1:], *others), leaf.layout)
 
 
 def _as_dtype(hyper: Hyperparameters, dtype: jnp.dtype) -> Hyperparameters:

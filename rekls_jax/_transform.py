@@ -17,6 +17,7 @@ from rekls_jax._layout import AxisNames, Layout
 from rekls_jax._matrix_step import Rule
 from rekls_jax._matrix_view import DimensionNumbers
 from rekls_jax._mesh import ParamSpecs, Place
+from rekls_jax._stacks import Leaf
 from rekls_jax._types import Eigenbasis, Hyperparameters, MatrixState, Numerics
 
 INNER = {"adam": _inner.adam, "laprop": _inner.laprop}
@@ -170,7 +171,7 @@ def _split(
     def step(numbers: tuple[jax.Array, dict[str, jax.Array]], leaves: Leaves) -> Leaves:
         count, arrays = numbers
         own_rule = rule._replace(hyper=rule.hyper._replace(**arrays))
-        each = [_step.Leaf(*leaf) for leaf in zip(*leaves, layouts, strict=True)]
+        each = [Leaf(*leaf) for leaf in zip(*leaves, layouts, strict=True)]
         moved = _step.step(each, own_rule, count, every, eigh_axes)
         return [leaf.G for leaf in moved], [leaf.state for leaf in moved]
 

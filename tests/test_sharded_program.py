@@ -14,6 +14,8 @@ from sharded import entered, mesh_of
 
 from rekls_jax import REFERENCE, MatrixDimensionNumbers, rekls, scale_by_rekls, state_partition_specs
 from rekls_jax._eigh_split import Group, assign
+from rekls_jax._layout import Side, Sides
+from rekls_jax._owners import plan
 
 COLLECTIVE = r"= (?:\S+|\([^=]*\)) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 
@@ -56,6 +58,33 @@ def test_collectives_do_not_grow_with_the_number_of_equal_leaves(spec):
 def test_replicated_leaves_exchange_bases_and_nothing_else():
     # Eigenvalues and eigenvectors, of two sizes.
     assert collectives(compiled_step({"a": (16, 24), "b": (16, 24)}, P())) == 4
+
+
+@pytest.mark.slow
+def test_work_and_memory_are_divided():
+    one, many = (whole_step(devices) for devices in (1, 8))
+    assert many.cost_analysis()["flops"] <= one.cost_analysis()["flops"] / 6  # outside the decompositions
+    memory = many.memory_analysis()
+    assert memory.temp_size_in_bytes <= one.memory_analysis().temp_size_in_bytes / 2
+    # Its new bytes lie where the old ones were.
+    state = jax.tree.leaves(scale_by_rekls().init({name: jnp.ones((64, 96)) for name in "abcdefghijkl"}))
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in state if leaf.ndim == 2) // 8
+
+
+def whole_step(devices):
+    """Of twelve matrices, rows divided over so many devices, state donated."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
+    tx = scale_by_rekls(param_specs=P("tp"), mesh=mesh)
+    G = jax.device_put({name: jnp.ones((64, 96)) for name in "abcdefghijkl"}, NamedSharding(mesh, P("tp")))
+    return jax.jit(tx.update, donate_argnums=1).lower(G, tx.init(G)).compile()
+
+
+def test_on_a_gpu_decompositions_are_batched_and_stay_there():
+    tx, G = scale_by_rekls(), {name: jnp.ones((16, 24)) for name in "abc"}
+    text = jax.jit(tx.update).trace(G, tx.init(G)).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"stablehlo.custom_call @(\w+)\(.*?-> (?:tuple<)?\(?tensor<([\dx]+)xf32>", text)
+    assert sorted(shape for name, shape in calls if "syevd" in name) == ["3x16x16", "3x24x24"]
+    assert not re.findall("callback|while|infeed|outfeed", text)
 
 
 @pytest.mark.slow
@@ -120,6 +149,48 @@ def test_the_work_is_balanced(devices, bound):
         load += group.size**3 * (table >= 0).sum(axis=1)
     costs = [size**3 for size in sizes]
     assert load.max() <= bound * max(sum(costs) / devices, max(costs))
+
+
+@pytest.mark.parametrize(("devices", "bound"), [(8, 1.1), (64, 1.3)])
+def test_the_work_is_balanced_where_whole_matrices_go_to_their_owners(devices, bound):
+    shapes = sorted(set(GPT2))
+    stacks = [(sides_of(shape), GPT2.count(shape)) for shape in shapes]
+    load, left = np.zeros(devices), []
+    for shape, (_, number), handovers in zip(shapes, stacks, plan(stacks, {"x": devices}, ("x",)), strict=True):
+        for handover in handovers:
+            load += sum(size**3 for size in shape) * (handover.table >= 0).sum(axis=1)
+        owned = np.concatenate([handover.table.ravel() for handover in handovers] or [np.array([], int)])
+        assert sorted(owned[owned >= 0]) == list(range((owned >= 0).sum()))
+        left += (number - (owned >= 0).sum()) * list(shape)
+    groups = [Group(size, left.count(size), ("x",)) for size in sorted(set(left))]
+    for group, table in zip(groups, assign(groups, {"x": devices}), strict=True):
+        load += group.size**3 * (table >= 0).sum(axis=1)
+    costs = [size**3 for shape in GPT2 for size in shape]
+    assert load.sum() == sum(costs)
+    assert load.max() <= bound * max(sum(costs) / devices, max(costs))
+
+
+def sides_of(shape):
+    """Rows divided over "x"."""
+    rows, columns = Side(shape[:1], (("x",),)), Side(shape[1:], ((),))
+    return Sides((), rows, columns, rows, Side(shape[1:], (("x",),)))
+
+
+def test_who_owns_which():
+    sides = sides_of((16, 24))
+    tables = [
+        [handover.table.tolist() for handover in handovers]
+        for handovers in plan([(sides, k) for k in (1, 2, 3, 6, 9)], {"x": 4, "y": 2}, ("y", "x"))
+    ]
+    assert tables == [
+        [],
+        [[[0], [1], [-1], [-1]]],
+        [[[2], [-1], [0], [1]]],  # who had none comes first
+        [[[0], [1], [2], [3]], [[-1], [4], [5], [-1]]],
+        [[[0, 1], [2, 3], [4, 5], [6, 7]]],  # one is too few: it stays divided
+    ]
+    assert plan([(sides, 8)], {"x": 4, "y": 2}, ("y",)) == [[]]
+    assert plan([(sides, 8)], {"x": 1}, ("x",)) == [[]]
 
 
 def test_work_over_some_axes_counts_for_every_device_that_does_it():

@@ -23,6 +23,7 @@ LEVELS = {
     "_routing": 2,
     "_layout": 3,
     "_collectives": 4,
+    "_stacks": 4,
     "_eigenbasis": 4,
     "_eigh_split": 5,
     "_owners": 5,
