@@ -12,8 +12,7 @@ from rekls_jax._types import Eigen
 
 def eigh(S: jax.Array) -> Eigen:
     """Eigendecomposition of `S` (m, m), exactly symmetric; eigenvalues descending. NaN where it fails."""
-    # Its transpose, as columns come first in LAPACK and cuSOLVER: of `S` itself XLA would make a transposed copy.
-    values, vectors = jnp.linalg.eigh(S.T, symmetrize_input=False)
+    values, vectors = jnp.linalg.eigh(S, symmetrize_input=False)
     return Eigen(values[::-1], vectors[:, ::-1])
 
 

@@ -11,7 +11,7 @@ import tensor_parallel
 from cases import assert_same, rekls_states, rms
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import EVERY, FEW, MODES, Problem, entered, largest_difference, mesh_of
+from sharded import EVERY, FEW, MODES, OWNED, Problem, entered, largest_difference, mesh_of
 
 from rekls_jax import (
     REFERENCE,
@@ -110,6 +110,19 @@ def test_the_family_equals_one_device(option, mode, placement):
         (got_state,), (state,) = rekls_states(got[1]), rekls_states(state)
         for field in ("mu", "L", "R", "eig_L", "eig_R"):
             assert largest_difference(getattr(got_state, field), getattr(state, field)) < 1e-9, field
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "option"), [("auto", "laprop"), ("explicit", "KL-SOAP in turns, one side"), ("shard_map", "")]
+)
+def test_matrices_at_their_owners_equal_one_device(mode, option):
+    options = {"eps": 1e-2, **(OPTIONS | FAMILY).get(option, {})}
+    with jax.enable_x64(True):
+        problem = Problem(OWNED, "float64", steps=8, **options).warm()
+        params, _ = problem.one_device()
+        assert largest_difference(problem.many(mode)[0], params) < 1e-9
 
 
 @pytest.mark.exhaustive
