@@ -39,7 +39,7 @@ NUMBERS = {
     "owned": MatrixDimensionNumbers(1, 2),
     "owned heads": MatrixDimensionNumbers(1, (2, 3)),
 }
-EVERY = [name for name in LAYOUTS if name not in ("rows", "columns", "owned heads")]  # two lie as "tall" and "wide"
+EVERY = [name for name in LAYOUTS if name not in ("rows", "columns", "owned", "owned heads")]  # two lie as "tall", "wide"
 OWNED = ["owned", "owned heads", "stack", "several"]
 FEW = ["rows", "columns", "replicated", "odd", "bias"]
 

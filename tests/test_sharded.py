@@ -112,10 +112,14 @@ def test_the_family_equals_one_device(option, mode, placement):
             assert largest_difference(getattr(got_state, field), getattr(state, field)) < 1e-9, field
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "option"), [("auto", "laprop"), ("explicit", "KL-SOAP in turns, one side"), ("shard_map", "")]
+    ("mode", "option"),
+    [
+        ("shard_map", ""),
+        pytest.param("auto", "laprop", marks=pytest.mark.exhaustive),
+        pytest.param("explicit", "KL-SOAP in turns, one side", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_matrices_at_their_owners_equal_one_device(mode, option):
     options = {"eps": 1e-2, **(OPTIONS | FAMILY).get(option, {})}
