@@ -40,9 +40,11 @@ def root_mean_square(G: jax.Array, division: Division) -> jax.Array:
 
 def _root_mean_square(G: jax.Array) -> jax.Array:
     """Of the scaled array: in float32 the squares of large gradients sum to infinity."""
-    largest = jnp.maximum(jnp.max(G), -jnp.min(G))
+    largest = jnp.max(jnp.abs(G))
     scale = jnp.where(largest == 0, 1, largest)
-    return scale * jnp.sqrt(jnp.mean(jnp.square(G / scale)))
+    # Of zeros no square root: its derivative is infinite there, and a device's part may be 0 where the whole is not.
+    mean_square = jnp.where(largest == 0, 1, jnp.mean(jnp.square(G / scale)))
+    return jnp.where(largest == 0, 0, scale * jnp.sqrt(mean_square))
 
 
 def inverse_eigenvalues(values: jax.Array, rms: jax.Array, eps: float | jax.Array, numerics: Numerics) -> jax.Array:

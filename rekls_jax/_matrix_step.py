@@ -118,25 +118,21 @@ def _without_dead_rows(
 ) -> jax.Array:
     """0 in rows and columns that never had a gradient: exact arithmetic gives 0 there, round-off a share of its own.
 
-    Their row of L or R is a sum of products with zeros, and no momentum is left of a time before L forgot.
+    Their entry on the diagonal of L or R is a sum of squares of zeros, and no momentum is left of a time before L forgot.
     (An embedding row that no batch touched.) NaN is not 0: it must stay visible in the update. The rows of a side that stays
     the identity are not mixed, and 0 of themselves.
     """
     if numerics.round_off_floor == 0:
         return update
     rows, columns = division.rows, division.columns
+    moving = (mu != 0).astype(update.dtype)
     if whole.L is not None:
-        dead = (rows.own(_largest(whole.L, axis=1)) == 0) & (columns.sum(_largest(mu, axis=1)) == 0)
+        dead = rows.own(jnp.diag(whole.L) == 0) & (columns.sum(jnp.max(moving, axis=1)) == 0)
         update = jnp.where(dead[:, None], 0, update)
     if whole.R is not None:
-        dead = (columns.own(_largest(whole.R, axis=1)) == 0) & (rows.sum(_largest(mu, axis=0)) == 0)
+        dead = columns.own(jnp.diag(whole.R) == 0) & (rows.sum(jnp.max(moving, axis=0)) == 0)
         update = jnp.where(dead[None, :], 0, update)
     return update
-
-
-def _largest(x: jax.Array, axis: int) -> jax.Array:
-    """In absolute value along `axis`; NaN where there is one."""
-    return jnp.maximum(jnp.max(x, axis), -jnp.min(x, axis))
 
 
 def _limit(update: jax.Array, max_update_rms: float | jax.Array, division: Division) -> jax.Array:

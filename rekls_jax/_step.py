@@ -137,12 +137,17 @@ def _refresh(
     return refreshed
 
 
+# Never an index out of bounds, though JAX defines what is read and written there: where `x` is a slice of something larger,
+# XLA (jax 0.10.2, on a CPU) reads and writes beyond the slice.
 def _pick(tree: Any, due: jax.Array | None) -> Any:
-    return tree if due is None else jax.tree.map(lambda x: jnp.take(x, due, axis=0, mode="clip"), tree)
+    return tree if due is None else jax.tree.map(lambda x: x[jnp.minimum(due, len(x) - 1)], tree)
 
 
 def _put(tree: Any, picked: Any, due: jax.Array | None) -> Any:
-    return picked if due is None else jax.tree.map(lambda x, new: x.at[due].set(new, mode="drop"), tree, picked)
+    def each(x: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.concatenate([x, x[:1]]).at[due].set(new)[:-1]  # the last place takes what is not due
+
+    return picked if due is None else jax.tree.map(each, tree, picked)
 
 
 def _each(phase: Callable[..., Any], stack: Stack, rule: Rule, count: jax.Array) -> Callable[..., Any]:

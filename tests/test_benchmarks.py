@@ -43,9 +43,8 @@ def results(folder):
 
 
 @pytest.mark.slow
-def test_step_time_and_memory(tmp_path, capsys):
-    small = ["--shapes", "2x16x24", "--output", str(tmp_path)]
-    assert step_time.main([*small, "--repeats", "1"]) == 0
+def test_step_time(tmp_path, capsys):
+    assert step_time.main(["--shapes", "2x16x24", "--output", str(tmp_path), "--repeats", "1"]) == 0
     ((*rows,),) = results(tmp_path)
     assert [row["step"] for row in rows] == [
         "eighs, all at once",
@@ -58,7 +57,12 @@ def test_step_time_and_memory(tmp_path, capsys):
     ]
     assert all(row["ms"] > 0 for row in rows)
     assert len(rows[3]["milliseconds"][0]) == 10
-    assert memory.main(small) == 0
+    assert "rekls, precondition_frequency=10" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_memory(tmp_path):
+    assert memory.main(["--shapes", "2x16x24", "--output", str(tmp_path)]) == 0
     ((*rows,),) = results(tmp_path)
     assert [(row["devices"], row["step"]) for row in rows] == [
         (1, "reference's way"),
@@ -71,7 +75,6 @@ def test_step_time_and_memory(tmp_path, capsys):
     entries = 2 * (2 * (16**2 + 24**2) + 2 * 16 * 24 + 16 + 24 + 1) + 1
     assert rows[1]["state"] == pytest.approx(4 * entries / 1e6)
     assert rows[4]["aliased"] >= 0.9 * rows[4]["state"]
-    assert "rekls, precondition_frequency=10" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 from cases import gradients, rekls_states
 
 from rekls_jax import rekls
+from rekls_jax._eigen import guard
+from rekls_jax._types import Eigen
 
 STREAM = {"a": gradients((6, 4), 6), "b": gradients((5, 3), 6, seed=1)}
 PARAMS = {"a": jnp.zeros((6, 4)), "b": jnp.zeros((5, 3))}
@@ -61,3 +63,17 @@ def test_the_previous_basis_is_kept_and_all_else_goes_on(monkeypatch, size, inne
         np.testing.assert_array_equal(sound_change["b"], faulty_change["b"])
         assert np.isfinite(faulty_change["a"]).all()
     assert np.any(np.asarray(updates["sound"][3]["a"]) != np.asarray(updates["faulty"][3]["a"]))
+
+
+@pytest.mark.parametrize("field", ["values", "vectors"])
+def test_one_nan_is_a_failure(field):
+    # 64 x 64: of so many entries the largest may be a number though one is NaN.
+    previous = Eigen(jnp.arange(64.0), jnp.eye(64))
+    bad = previous._replace(**{field: getattr(previous, field).at[..., 5].set(jnp.nan)})
+    if field == "vectors":
+        bad = previous._replace(vectors=previous.vectors.at[3, 5].set(jnp.nan))
+    new = jax.tree.map(lambda *x: jnp.stack(x), bad, previous._replace(values=previous.values + 1))
+    kept, succeeded = jax.jit(jax.vmap(guard, in_axes=(0, None)))(new, previous)
+    np.testing.assert_array_equal(succeeded, [False, True])
+    np.testing.assert_array_equal(kept.values, [previous.values, previous.values + 1])
+    np.testing.assert_array_equal(kept.vectors[0], previous.vectors)

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 import tensor_parallel
-from cases import assert_same, rekls_states, rms
+from cases import assert_same, gradients, rekls_states, rms
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import EVERY, FEW, MODES, OWNED, Problem, entered, largest_difference, mesh_of
+from sharded import EVERY, FEW, MODES, OWNED, Problem, descend, entered, largest_difference, mesh_of
 
 from rekls_jax import (
     REFERENCE,
@@ -127,6 +127,35 @@ def test_matrices_at_their_owners_equal_one_device(mode, option):
         problem = Problem(OWNED, "float64", steps=8, **options).warm()
         params, _ = problem.one_device()
         assert largest_difference(problem.many(mode)[0], params) < 1e-9
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_matrices_of_one_owner_take_turns(number):
+    # Two and more for each of two devices, some turns with none of an owner's: nothing may happen to those that wait.
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("tp",)), P(None, "tp")
+    tx = functools.partial(scale_by_rekls, eps=1e-2, dimension_numbers=MatrixDimensionNumbers(1, 2))
+    with jax.enable_x64(True):
+        stream = [jnp.asarray(gradients((number, 8, 8), 1, seed=i)[0], jnp.float64) for i in range(8)]
+        warm, one = tx(), tx(precondition_frequency=3)
+        many = tx(precondition_frequency=3, param_specs=spec, mesh=mesh)
+        _, state = descend(warm.update, stream[0], warm.init(stream[0]), stream[:4])
+        shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), state_partition_specs(many, stream[0], spec))
+        expected = descend(one.update, stream[0], state, stream[4:])
+        got = descend(many.update, stream[0], jax.device_put(state, shardings), stream[4:])
+        for field in ("mu", "nu", "L", "eig_L", "eig_R"):
+            assert largest_difference(getattr(got[1], field), getattr(expected[1], field)) < 1e-9, field
+
+
+def test_the_step_can_be_differentiated_where_a_devices_part_is_zero():
+    mesh, stream = Mesh(np.array(jax.devices()[:2]), ("tp",)), jnp.asarray(gradients((6, 4), 4))
+    slopes = []
+    for placed in (scale_by_rekls, functools.partial(scale_by_rekls, param_specs=P("tp"), mesh=mesh)):
+        tx = placed(eps=1e-2)
+        _, state = descend(tx.update, stream[0], tx.init(stream[0]), list(stream))
+        slope = jax.grad(lambda G, tx=tx, state=state: jnp.sum(tx.update(G, state)[0] ** 2))
+        slopes.append(jax.jit(slope)(stream[0].at[:3].set(0)))
+    assert np.isfinite(slopes[1]).all()
+    np.testing.assert_allclose(slopes[1], slopes[0], rtol=0, atol=1e-3 * np.abs(slopes[0]).max())
 
 
 @pytest.mark.exhaustive
