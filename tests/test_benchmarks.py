@@ -42,6 +42,7 @@ def results(folder):
     return json.loads((folder / "results.json").read_text())["tables"].values()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_step_time(tmp_path, capsys):
     assert step_time.main(["--shapes", "2x16x24", "--output", str(tmp_path), "--repeats", "1"]) == 0
@@ -77,6 +78,7 @@ def test_memory(tmp_path):
     assert rows[4]["aliased"] >= 0.9 * rows[4]["state"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_compile_time(tmp_path):
     assert compile_time.main(["--counts", "4", "5", "--width", "4", "--repeats", "1", "--output", str(tmp_path)]) == 0

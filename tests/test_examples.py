@@ -111,6 +111,7 @@ def test_the_seed_decides_the_run(tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sharded_training_follows_the_same_curve(tmp_path, capsys):
     curves = {}

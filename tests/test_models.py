@@ -112,6 +112,7 @@ def test_what_routing_refuses(params, stacked, kind, text):
         flax_dimension_numbers(arrays, stacked)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_convolutional_network_learns_digits():
     assert digits.main(steps=60) > 0.95

@@ -83,9 +83,6 @@ FAMILY = {
 }
 
 
-IN_CI = [("KL-SOAP in turns, one side", "shard_map", "split")]
-
-
 @functools.cache
 def warm_problem_and_answer(option):
     # A parameter of 96 x 200 takes three steps to have factors of full rank.
@@ -93,15 +90,10 @@ def warm_problem_and_answer(option):
     return problem, jax.tree.map(np.asarray, problem.one_device())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "mode", "placement"),
-    [
-        pytest.param(option, *way, marks=[] if (option, *way) in IN_CI else pytest.mark.exhaustive)
-        for option in FAMILY
-        for way in [*((mode, "split") for mode in MODES), ("auto", "replicated")]
-    ],
-)
+@pytest.mark.parametrize("option", FAMILY)
+@pytest.mark.parametrize(("mode", "placement"), [*((mode, "split") for mode in MODES), ("auto", "replicated")])
 def test_the_family_equals_one_device(option, mode, placement):
     with jax.enable_x64(True):
         problem, (params, state) = warm_problem_and_answer(option)
@@ -116,9 +108,9 @@ def test_the_family_equals_one_device(option, mode, placement):
 @pytest.mark.parametrize(
     ("mode", "option"),
     [
-        ("shard_map", ""),
+        ("shard_map", "KL-SOAP in turns, one side"),
         pytest.param("auto", "laprop", marks=pytest.mark.exhaustive),
-        pytest.param("explicit", "KL-SOAP in turns, one side", marks=pytest.mark.exhaustive),
+        pytest.param("explicit", "", marks=pytest.mark.exhaustive),
     ],
 )
 def test_matrices_at_their_owners_equal_one_device(mode, option):
