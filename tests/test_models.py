@@ -118,6 +118,7 @@ def test_a_convolutional_network_learns_digits():
     assert digits.main(steps=60) > 0.95
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_scanned_transformer_learns():
     model = lm.Transformer(width=16, layers=3, heads=2, context=16, scan=True)

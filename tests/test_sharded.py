@@ -192,7 +192,7 @@ def test_bfloat16_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (4, 2, 1))])
+@pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (8, 4, 1))])
 def test_replicated_equals_one_device_bit_for_bit(devices):
     problem, answer = op_by_op(steps=5 if devices == 8 else 2)
     assert_same(problem.many("auto", devices, jit=False, eigh_placement="replicated"), answer)
