@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import command_line
 import devices
 import jax
 import language_model as lm
@@ -280,9 +281,4 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the sample may hold any character, the terminal may not
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"train_lm: {error}")
+    command_line.run("train_lm", main)

@@ -70,10 +70,10 @@ class Part(NamedTuple):
         return x if self == other else other.own(self.gather(x))
 
     def each(self, x: jax.Array) -> jax.Array:
-        return gather(x[None], sum(self.side.names, ()))
+        return gather(x[None], self.side.axes())
 
     def sum(self, x: jax.Array) -> jax.Array:
-        names = sum(self.side.names, ())
+        names = self.side.axes()
         return jax.lax.psum(x, names) if names else x
 
     def _own_sizes(self) -> list[int]:
@@ -82,7 +82,7 @@ class Part(NamedTuple):
     def _along(
         self, function: Callable[..., jax.Array], x: jax.Array, axis: int, sizes: Sequence[int], last_first: bool = False
     ) -> jax.Array:
-        if not any(self.side.names):
+        if not self.side.axes():
             return x
         before, after = x.shape[:axis], x.shape[axis + 1 :]
         x = x.reshape(*before, *sizes, *after)

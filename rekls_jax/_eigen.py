@@ -28,14 +28,14 @@ def descending(eigen: Eigen) -> tuple[Eigen, jax.Array]:
 
 def project(x: jax.Array, bases: Pair, division: Division) -> jax.Array:
     """`Q_L^T x Q_R`, (m, n): a matrix of the parameter's basis seen in the eigenbasis. Own part of own part."""
-    Q_L, Q_R = map(_vectors, bases)
-    return _between(_own(division.rows, Q_L, transposed=True), x, _own(division.columns, Q_R, transposed=True), division)
+    left, right = bases
+    return _between(_own(division.rows, left, transposed=True), x, _own(division.columns, right, transposed=True), division)
 
 
 def restore(x: jax.Array, bases: Pair, division: Division) -> jax.Array:
     """`Q_L x Q_R^T`, (m, n): back from the eigenbasis. Own part of own part."""
-    Q_L, Q_R = map(_vectors, bases)
-    return _between(_own(division.rows, Q_L), x, _own(division.columns, Q_R), division)
+    left, right = bases
+    return _between(_own(division.rows, left), x, _own(division.columns, right), division)
 
 
 def carry_second_moment(nu: jax.Array, old: Pair, new: Pair, division: Division) -> jax.Array:
@@ -63,13 +63,9 @@ def reorder_second_moment(nu: jax.Array, orders: tuple[jax.Array | None, jax.Arr
     return nu
 
 
-def _vectors(eigen: Eigen | None) -> jax.Array | None:
-    return None if eigen is None else eigen.vectors
-
-
-def _own(part: Part, Q: jax.Array | None, *, transposed: bool = False) -> jax.Array | None:
-    """Own rows of `Q`, or of its transpose."""
-    return None if Q is None else part.own(Q.T if transposed else Q)
+def _own(part: Part, side: Eigen | None, *, transposed: bool = False) -> jax.Array | None:
+    """Own rows of the eigenvectors, or of their transpose."""
+    return None if side is None else part.own(side.vectors.T if transposed else side.vectors)
 
 
 def _between(A: jax.Array | None, x: jax.Array, B: jax.Array | None, division: Division) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rekls_jax import _collectives
 from rekls_jax._layout import AxisNames
+from rekls_jax._stacks import pick
 from rekls_jax._types import Eigen, Eigenbasis
 
 
@@ -138,6 +139,4 @@ def _exchange(share: Eigen, table: np.ndarray, names: AxisNames) -> Eigen:
     """All workers' shares in the order of the matrices, (k, …), the same on every device along `names`."""
     place = np.empty(table.max() + 1, int)
     place[table[table >= 0]] = np.flatnonzero(table.ravel() >= 0)
-    whole = jax.tree.map(lambda x: _collectives.gather(x, names), share)
-    in_place = np.array_equal(place, np.arange(table.size))
-    return whole if in_place else jax.tree.map(lambda x: x[place], whole)
+    return jax.tree.map(lambda x: pick(_collectives.gather(x, names), place), share)

@@ -26,6 +26,13 @@ class Side(NamedTuple):
     def size(self) -> int:
         return math.prod(self.sizes)
 
+    def axes(self) -> AxisNames:
+        """The mesh axes that divide it."""
+        return sum(self.names, ())
+
+    def undivided(self) -> "Side":
+        return Side((self.size(),), ((),))
+
 
 class Sides(NamedTuple):
     """How a stack of matrices (m, n) and their factors lie on the mesh."""
@@ -38,7 +45,12 @@ class Sides(NamedTuple):
 
     def axes(self) -> AxisNames:
         """The mesh axes that divide a matrix."""
-        return sum(self.rows.names + self.columns.names, ())
+        return self.rows.axes() + self.columns.axes()
+
+    def undivided(self, batch: AxisNames) -> "Sides":
+        """Of whole matrices, their stack divided over `batch`."""
+        left, right = (None if side is None else side.undivided() for side in (self.left, self.right))
+        return Sides(batch, self.rows.undivided(), self.columns.undivided(), left, right)
 
 
 class Layout(NamedTuple):
@@ -50,11 +62,7 @@ class Layout(NamedTuple):
 
     def undivided(self) -> "Layout":
         """Of the same parameter where every device holds it whole."""
-        rows, columns = (Side((side.size(),), ((),)) for side in (self.sides.rows, self.sides.columns))
-        left, right = rows if self.sides.left else None, columns if self.sides.right else None
-        return Layout(
-            self.view, Sides((), rows, columns, left, right), self.specs._make(len(self.specs) * [PartitionSpec()])
-        )
+        return Layout(self.view, self.sides.undivided(()), self.specs._make(len(self.specs) * [PartitionSpec()]))
 
 
 def layout(

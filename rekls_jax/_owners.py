@@ -16,7 +16,7 @@ import numpy as np
 from rekls_jax import _collectives
 from rekls_jax._collectives import Part
 from rekls_jax._layout import AxisNames, Side, Sides
-from rekls_jax._stacks import Stack
+from rekls_jax._stacks import Stack, pick
 from rekls_jax._types import MatrixState
 
 
@@ -29,20 +29,18 @@ class Handover(NamedTuple):
 
     def owned(self) -> Sides:
         """How the matrices lie at their owners: whole, the stack divided."""
-        rows, columns = (_undivided(side) for side in (self.sides.rows, self.sides.columns))
-        left, right = (None if side is None else _undivided(side) for side in (self.sides.left, self.sides.right))
-        return Sides(self.sides.batch + self.names, rows, columns, left, right)
+        return self.sides.undivided(self.sides.batch + self.names)
 
     def there(self, G: jax.Array, state: MatrixState) -> tuple[jax.Array, MatrixState]:
         """Parts of all matrices, G (k, …) and each field of `state` -> own ones, (slots, …); for -1 some other."""
         order = np.maximum(self.table.ravel(), 0)
-        return self._each(lambda x, sides: _to_owners(x[order], sides, self.names), G, state)
+        return self._each(lambda x, sides: _to_owners(pick(x, order), sides, self.names), G, state)
 
     def back(self, G: jax.Array, state: MatrixState) -> tuple[jax.Array, MatrixState]:
         """Own matrices, (slots, …) -> parts of those in the table, in their order in the stack."""
         order = self.table.ravel()
         places = np.argsort(order, stable=True)[np.count_nonzero(order < 0) :]
-        return self._each(lambda x, sides: _from_owners(x, sides, self.names)[places], G, state)
+        return self._each(lambda x, sides: pick(_from_owners(x, sides, self.names), places), G, state)
 
     def _each(self, hand: Callable[..., jax.Array], G: jax.Array, state: MatrixState) -> tuple[jax.Array, MatrixState]:
         _, rows, columns, left, right = self.sides
@@ -103,10 +101,6 @@ def take_back(stack: Stack, shares: Sequence[Stack], plan: Sequence[Handover]) -
     return stack._replace(G=G, state=state)
 
 
-def _undivided(side: Side) -> Side:
-    return Side((side.size(),), ((),))
-
-
 def _to_owners(x: jax.Array, sides: Sequence[Side | None], names: AxisNames) -> jax.Array:
     divided = _divided(sides)
     for axis, part in divided:
@@ -122,4 +116,4 @@ def _from_owners(x: jax.Array, sides: Sequence[Side | None], names: AxisNames) -
 
 
 def _divided(sides: Sequence[Side | None]) -> list[tuple[int, Part]]:
-    return [(axis, Part(side)) for axis, side in enumerate(sides, start=1) if side is not None and any(side.names)]
+    return [(axis, Part(side)) for axis, side in enumerate(sides, start=1) if side is not None and side.axes()]

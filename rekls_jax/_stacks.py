@@ -56,6 +56,13 @@ def unstack(stack: Stack, leaves: Sequence[Leaf], count: jax.Array) -> list[Leaf
     return [part(*each) for each in zip(leaves, places, sizes, strict=True)]
 
 
+def pick(x: jax.Array, order: np.ndarray) -> jax.Array:
+    """`x[order]`; nothing, or a slice, where the places follow one another."""
+    if not np.array_equal(order, order[0] + np.arange(len(order))):
+        return x[order]
+    return x if len(order) == len(x) else x[order[0] : order[0] + len(order)]
+
+
 def _cut(x: jax.Array, place: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, place, size, allow_negative_indices=False)
 
@@ -71,8 +78,11 @@ def _unknown(starts: Sequence[int], count: jax.Array, fields: Any) -> tuple[list
     XLA compiles kernels that are alike once. Those that cut a leaf out of a stack are alike as long as it knows neither
     where they cut nor how to compute what they cut from. (Of 96 matrices it compiled 20 s, and so 5 s.)
     """
-    none = lambda: ([jnp.int32(0) for _ in starts], jax.tree.map(jnp.zeros_like, fields))  # noqa: E731
-    return jax.lax.cond(count < 0, none, lambda: _known(starts, count, fields))
+
+    def never() -> tuple[list[jax.Array], Any]:
+        return [jnp.int32(0) for _ in starts], jax.tree.map(jnp.zeros_like, fields)
+
+    return jax.lax.cond(count < 0, never, lambda: _known(starts, count, fields))
 
 
 def _as_matrices(G: jax.Array, state: MatrixState, layout: Layout) -> tuple[jax.Array, MatrixState]:

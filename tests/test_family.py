@@ -93,8 +93,8 @@ def test_each_turn_has_its_share_of_every_shape_and_of_the_cost(every):
     costs = np.array([stack.cost for stack in stacks])
     assert (costs @ counts).max() - (costs @ counts).min() <= costs.max()
     for turn in turns:
+        slots = _turns.most_due(turn)
         for row in turn:
-            slots = _turns.most_due(turn)
             part = np.array([_turns.due(jnp.asarray(row), jnp.int32(t), slots) for t in range(every)])
             assert sorted(i for i in part.ravel() if i < len(row)) == list(range(len(row)))
             assert all((row[indices[indices < len(row)]] == t).all() for t, indices in enumerate(part))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import measuring
 
 # isort: split
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,4 +101,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_compilation_cache", False)  # no programs that another process left on disk
-    measuring.run_script("compile_time", main)
+    command_line.run("compile_time", main)

@@ -4,18 +4,19 @@ Import it before jax: OpenBLAS reads how many threads it may use when it is load
 """
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where the other examples are
 
 import argparse
 import contextlib
 import importlib.metadata
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -217,13 +218,3 @@ def _draw(panel: Panel, axes: Any) -> None:
     axes.set_title(panel.title)
     axes.set_axisbelow(True)
     axes.grid(alpha=0.3, axis="both" if panel.lines else "x")
-
-
-def run_script(name: str, main: Callable[[], int]) -> None:
-    """A wrong call, or no room for the results, is one sentence and no traceback."""
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{name}: {error}")

@@ -13,6 +13,7 @@ import matrices
 import measuring
 
 # isort: split
+import command_line
 import jax
 from jax.sharding import Mesh
 from measuring import Chart, Panel, Row
@@ -86,4 +87,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    measuring.run_script("memory", main)
+    command_line.run("memory", main)

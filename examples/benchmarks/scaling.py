@@ -18,6 +18,7 @@ import matrices
 import measuring
 
 # isort: split
+import command_line
 from matrices import REFERENCE_WAY
 from measuring import Candidate, Chart, Panel, Row
 
@@ -128,4 +129,4 @@ def lines(group: matrices.Matrices, rows: list[Row]) -> dict[str, dict[int, floa
 
 
 if __name__ == "__main__":
-    measuring.run_script("scaling", main)
+    command_line.run("scaling", main)

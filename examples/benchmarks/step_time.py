@@ -9,14 +9,13 @@ Every optimizer's time is that of `update` alone, state overwritten. `rekls` her
 
 import argparse
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import matrices
 import measuring
 
 # isort: split
+import command_line
 import jax
 import numpy as np
 import optax
@@ -62,7 +61,6 @@ def unevenness(times: Times) -> Row:
 
 
 def model_rows(options: argparse.Namespace) -> list[Row]:
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     import language_model as lm
     import train_lm
 
@@ -150,4 +148,4 @@ def panel(group: str, rows: list[Row]) -> Panel:
 
 
 if __name__ == "__main__":
-    measuring.run_script("step_time", main)
+    command_line.run("step_time", main)
