@@ -104,6 +104,8 @@ def test_scaling(tmp_path):
         (step_time.main, ["--shapes", "4x512"], "--shapes must be like 4x512x512, which is four matrices .*, got 4x512"),
         (step_time.main, ["--repeats", "0"], "--repeats must be at least 1, got 0"),
         (step_time.main, ["--width", "64"], "--width is the model's: give --model with it"),
+        (step_time.main, ["--model", "--width", "90"], "--width must be divisible by --heads, got 90 and 4"),
+        (step_time.main, ["--model", "--width", "0"], "--width must be at least 1, got 0"),
         (memory.main, ["--shapes", "2x12x16"], "--shapes must have sides divisible by the 8 devices, got 2x12x16"),
         (scaling.main, ["--devices", "0"], "--devices must be at least 1, got 0"),
         (compile_time.main, ["--counts", "0"], "--counts must be at least 1, got 0"),

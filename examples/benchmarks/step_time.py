@@ -64,8 +64,8 @@ def model_rows(options: argparse.Namespace) -> list[Row]:
     import language_model as lm
     import train_lm
 
-    defaults = train_lm.parse([])
-    width, context = options.width or defaults.width, defaults.context
+    defaults = model_options(options.width)
+    width, context = defaults.width, defaults.context
     model = lm.Transformer(width, defaults.layers, defaults.heads, context)
     training, _ = lm.split(lm.read_text(None), context)
     rng = np.random.default_rng(0)
@@ -90,6 +90,13 @@ def model_rows(options: argparse.Namespace) -> list[Row]:
         }
         for name, measured in times.items()
     ]
+
+
+def model_options(width: int | None) -> argparse.Namespace:
+    """Those of examples/train_lm.py, but for the width, if one is given."""
+    import train_lm
+
+    return train_lm.parse([] if width is None else ["--width", str(width)])
 
 
 def training_step(lm: Any, model: Any, tx: optax.GradientTransformation, batches: list[jax.Array]) -> Any:
@@ -120,10 +127,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     width = "of the model, a multiple of its heads; default: that of examples/train_lm.py"
     parser.add_argument("--width", type=int, help=width)
     options = parser.parse_args(arguments)
-    if options.width is not None:
-        measuring.at_least_one("--width", options.width)
-        if not options.model:
-            raise ValueError("--width is the model's: give --model with it")
+    if options.width is not None and not options.model:
+        raise ValueError("--width is the model's: give --model with it")
     return options
 
 
@@ -131,6 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     groups = [matrices.parse(text) for text in options.shapes]
     measuring.check(options)
+    if options.model:
+        model_options(options.width)  # for its errors
     measuring.devices(1)
     rows = [row for group in groups for row in matrix_rows(group, options.repeats)]
     tables = {"Step on one device, median milliseconds": rows}
