@@ -17,6 +17,11 @@ from reference_way import STATE_SPECS, eigh, reference_way
 GOLDEN = Path(__file__).parent / "golden"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def eight_devices():
+    assert len(jax.devices()) == 8  # which are there for good, before a benchmark asks for fewer
+
+
 @pytest.mark.parametrize(("name", "devices"), [("betas", 1), ("square", 1), ("tall", 1), ("wide", 2)])
 def test_the_yardstick_follows_the_pytorch_trajectories(name, devices):
     data = np.load(GOLDEN / f"{name}.npz")
