@@ -3,23 +3,23 @@
 python examples/train_lm.py                      # REKLS on the Python standard library's own source files
 python examples/train_lm.py --compare            # REKLS and AdamW after one another, both curves in one picture
 python examples/train_lm.py --text my_notes/     # your text
+python examples/train_lm.py --checkpoint saved/ --resume        # goes on where it was stopped, or killed
 python examples/train_lm.py --devices 8 --tensor-parallel 4     # model and optimizer divided, data 2 x tensor 4
 
 Several hosts: start it on each with --coordinator HOST:PORT --num-processes N --process-id I.
 """
 
 import argparse
-import csv
-import dataclasses
+import contextlib
 import functools
 import io
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import command_line
 import devices
@@ -27,9 +27,14 @@ import jax
 import language_model as lm
 import numpy as np
 import optax
+import run_record
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from run_record import Run
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from checkpoints import Checkpoints
 
 from rekls_jax import REFERENCE, OrthogonalIteration, rekls, state_partition_specs
 
@@ -45,41 +50,6 @@ OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] 
 }
 # The best of half-decades at the default size.
 LEARNING_RATES = {"rekls": 3e-2, "reference": 1e-2, "kl-soap": 1e-2, "soap": 1e-2, "adamw": 1e-2, "muon": 3e-2}
-
-
-@dataclasses.dataclass
-class Run:
-    """One training: what it measured, and the parameters it ended with."""
-
-    optimizer: str
-    learning_rate: float
-    params: Any = None
-    losses: list[float] = dataclasses.field(default_factory=list)
-    milliseconds: list[float] = dataclasses.field(default_factory=list)
-    validation: dict[int, float] = dataclasses.field(default_factory=dict)  # steps taken -> loss
-    devices: str = ""
-
-
-class Interrupt:
-    """While entered, Ctrl-C asks for an end after the running step; a second Ctrl-C ends at once.
-
-    Not where there are several processes: the others would wait for the one that stopped.
-    """
-
-    asked = False
-
-    def __enter__(self) -> "Interrupt":
-        handler = self._ask if jax.process_count() == 1 else signal.default_int_handler
-        self._before = signal.signal(signal.SIGINT, handler)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _ask(self, *_: Any) -> None:
-        self.asked = True
-        print("\nStopping after the running step; Ctrl-C again ends at once.", file=sys.stderr)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_model(options: argparse.Namespace) -> lm.Transformer:
@@ -106,14 +76,24 @@ def start(run: Run, model: lm.Transformer, options: argparse.Namespace, mesh: Me
     return jax.jit(create, out_shardings=shardings)(), shardings
 
 
-def train(name: str, options: argparse.Namespace, text: np.ndarray, mesh: Mesh, interrupt: Interrupt) -> Run:
-    run = Run(name, LEARNING_RATES[name] if options.lr is None else options.lr)
+def train(
+    name: str,
+    options: argparse.Namespace,
+    text: np.ndarray,
+    mesh: Mesh,
+    interrupt: command_line.Interrupt,
+    checkpoints: "Checkpoints | None",
+) -> Run:
+    run = Run(name, learning_rate(name, options))
     model = make_model(options)
     state, shardings = start(run, model, options, mesh)
     training, validation = lm.split(text, options.context)
     windows = lm.batch(validation, 8 * options.batch_size, options.context, np.random.default_rng(0))
     held_out = devices.place(windows, mesh, "data")
     rng = np.random.default_rng(options.seed)
+    if checkpoints is not None and checkpoints.latest() is not None:
+        state, progress = checkpoints.restore(state)
+        run.go_on(progress, rng)
 
     loss_of = functools.partial(lm.loss, model)
 
@@ -130,67 +110,66 @@ def train(name: str, options: argparse.Namespace, text: np.ndarray, mesh: Mesh, 
     )
     evaluate = jax.jit(loss_of, out_shardings=everywhere)
     form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
-    with tqdm(total=options.steps, desc=f"{name:>9}", bar_format=form, file=sys.stderr, disable=is_helper()) as bar:
-        for taken in range(1, options.steps + 1):
+    with tqdm(
+        total=options.steps,
+        initial=len(run.losses),
+        desc=f"{name:>9}",
+        bar_format=form,
+        file=sys.stderr,
+        disable=is_helper(),
+    ) as bar:
+        for taken in range(len(run.losses) + 1, options.steps + 1):
             tokens = devices.place(lm.batch(training, options.batch_size, options.context, rng), mesh, "data")
             begin = time.perf_counter()
             state, loss = compiled(state, tokens)
             run.losses.append(float(loss))
             run.milliseconds.append(1e3 * (time.perf_counter() - begin))
-            diverged = not np.isfinite(run.losses[-1])
-            last = taken == options.steps or interrupt.asked or diverged
+            last = taken == options.steps or interrupt.asked or run.diverged()
             if last or taken % max(1, options.steps // 10) == 0:
                 run.validation[taken] = float(evaluate(state.params, held_out))
+                if checkpoints is not None and not run.diverged():
+                    checkpoints.save(taken, state, run.progress(rng))
             recent = statistics.median(run.milliseconds[-20:])
             bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, {recent:.0f} ms/step", refresh=False)
             bar.update()
             if last:
                 break
-    if diverged and not is_helper():
-        print(f"{name} diverged: the loss was {run.losses[-1]} at step {taken}. Try a smaller --lr.")
+    if run.diverged() and not is_helper():
+        print(f"{name} diverged: the loss was {run.losses[-1]} at step {len(run.losses)}. Try a smaller --lr.")
     run.params = devices.whole(state.params, mesh)
     run.devices = devices.report(state.opt_state, mesh, statistics.median(run.milliseconds))
     return run
 
 
+def learning_rate(name: str, options: argparse.Namespace) -> float:
+    return LEARNING_RATES[name] if options.lr is None else float(options.lr)
+
+
+SETTINGS = ("steps", "width", "layers", "scan", "heads", "context", "batch_size", "seed")
+
+
+@contextlib.contextmanager
+def checkpoints_of(name: str, options: argparse.Namespace, text: np.ndarray) -> "Iterator[Checkpoints | None]":
+    """Of the run with the optimizer `name`; None where none are asked for."""
+    if options.checkpoint is None:
+        yield None
+        return
+    from checkpoints import Checkpoints  # Orbax takes a second to import
+
+    settings = {f"--{setting.replace('_', '-')}": getattr(options, setting) for setting in SETTINGS}
+    settings |= {"--lr": learning_rate(name, options), "--text of checksum": zlib.crc32(text.tobytes())}
+    with Checkpoints(options.checkpoint / name, settings) as checkpoints:
+        if checkpoints.latest() is not None and not options.resume:
+            raise ValueError(
+                f"{checkpoints.folder} holds a run of {checkpoints.latest()} steps: go on with it by --resume, or name "
+                "another --checkpoint"
+            )
+        yield checkpoints
+
+
 def is_helper() -> bool:
     """Whether another process prints and writes."""
     return jax.process_index() > 0
-
-
-def write_metrics(runs: list[Run], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["optimizer", "learning_rate", "step", "loss", "validation_loss", "milliseconds"])
-        for run in runs:
-            for i, (loss, milliseconds) in enumerate(zip(run.losses, run.milliseconds, strict=True), start=1):
-                rows.writerow([run.optimizer, run.learning_rate, i, loss, run.validation.get(i, ""), round(milliseconds, 3)])
-
-
-def write_curve(runs: list[Run], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for run in runs:
-        (line,) = axes.plot(range(1, len(run.losses) + 1), run.losses, alpha=0.35, linewidth=0.8)
-        label = f"{run.optimizer}, learning rate {run.learning_rate:g}: {final(run):.3f}"
-        axes.plot(*zip(*run.validation.items(), strict=True), color=line.get_color(), marker="o", markersize=4, label=label)
-    axes.set(
-        xlabel="step", ylabel="loss, nats per byte", title="Byte-level transformer: training (thin) and validation loss"
-    )
-    seen = [loss for run in runs for loss in run.validation.values() if np.isfinite(loss)]
-    axes.set_ylim(top=1.2 * max(seen) if seen else None)  # not the steep start
-    axes.grid(alpha=0.3)
-    axes.legend(title="final validation loss")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def final(run: Run) -> float:
-    return list(run.validation.values())[-1]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -213,6 +192,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the parameters, the batches and the sample; default: %(default)s")
     out = "for metrics.csv, loss.png and sample.txt, overwritten; default: %(default)s"
     add("--out", type=Path, default=Path("runs/train_lm"), metavar="FOLDER", help=out)
+    folder = "save a tenth of the run at a time in FOLDER, a whole one always there"
+    add("--checkpoint", type=Path, metavar="FOLDER", help=folder)
+    add("--resume", action="store_true", help="go on from the last of --checkpoint, if there is one")
     devices.add_arguments(parser)
     options = parser.parse_args(arguments)
     devices.check(options)
@@ -223,6 +205,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed must lie in [0, 2**32), got {options.seed}")
+    if options.resume and options.checkpoint is None:
+        raise ValueError("--resume needs --checkpoint, the folder of the run to go on with")
     if options.compare and options.optimizer:
         raise ValueError("--compare trains rekls and adamw: leave out --optimizer")
     if options.width % options.heads:
@@ -239,15 +223,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def report(runs: list[Run], options: argparse.Namespace, text: np.ndarray) -> None:
-    write_metrics(runs, options.out / "metrics.csv")
-    write_curve(runs, options.out / "loss.png")
+    run_record.write_metrics(runs, options.out / "metrics.csv")
+    run_record.write_curve(runs, options.out / "loss.png")
     _, held_out = lm.split(text, options.context)
     written = lm.sample(make_model(options), runs[0].params, bytes(held_out[:32]), 400, options.seed)
     (options.out / "sample.txt").write_text(written, encoding="utf-8")
     print(f"\n32 bytes of the held-out text, and how the model that {runs[0].optimizer} trained goes on:\n\n{written}\n")
     for run in runs:
         print(
-            f"{run.optimizer}, learning rate {run.learning_rate:g}: validation loss {final(run):.3f} nats per byte after "
+            f"{run.optimizer}, learning rate {run.learning_rate:g}: validation loss {run.final():.3f} nats per byte after "
             f"{len(run.losses)} steps, {statistics.median(run.milliseconds):.0f} ms per step"
         )
         if options.devices > 1:
@@ -267,10 +251,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not is_helper():
         print(f"{len(text):,} bytes of text from {options.text or lm.standard_library()}")
     runs: list[Run] = []
-    with Interrupt() as interrupt:
+    with command_line.Interrupt() as interrupt:
         for name in ("rekls", "adamw") if options.compare else (options.optimizer or "rekls",):
-            with jax.set_mesh(mesh):
-                runs.append(train(name, options, text, mesh, interrupt))
+            with jax.set_mesh(mesh), checkpoints_of(name, options, text) as checkpoints:
+                runs.append(train(name, options, text, mesh, interrupt, checkpoints))
             if interrupt.asked:
                 break
         if not is_helper():

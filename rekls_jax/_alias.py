@@ -228,9 +228,9 @@ def _like_params(state: optax.OptState, *, own_fallback: bool) -> Any:
 
     _checks.own_state(state, set(getattr(state, "inner_states", ())) == {"rekls", "fallback"})
     like = optax.tree.get(state.inner_states["rekls"], "mu")
-    others = (
-        optax.tree.get(state.inner_states["fallback"], "mu")
-        if own_fallback
-        else jax.tree.map(lambda _: _checks.ANY_SHAPE, like, is_leaf=is_masked)
-    )
+    if own_fallback:
+        others = optax.tree.get(state.inner_states["fallback"], "mu")
+        _checks.own_state(state, others is not None, " with another fallback's")
+    else:
+        others = jax.tree.map(lambda _: _checks.ANY_SHAPE, like, is_leaf=is_masked)
     return jax.tree.map(lambda a, b: b if is_masked(a) else a, like, others, is_leaf=is_masked)

@@ -1,6 +1,6 @@
 """Errors before work: what was given, what was expected, which argument or which parameter."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -75,9 +75,32 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def own_state(state: Any, valid: bool) -> None:
+def own_state(state: Any, valid: bool, but: str = "") -> None:
     if not valid:
-        raise TypeError(f"`state` must be what this optimizer's `init` returned, got a {type(state).__name__}.")
+        raise TypeError(f"`state` must be what this optimizer's `init` returned, got a {type(state).__name__}{but}.")
+
+
+def same_rule(given: PyTree, expected: PyTree) -> None:
+    """Both {option: {its value: {}}}."""
+    if given != expected:
+        made, own = (
+            ", ".join(f"{option}={value!r}" for option, values in rule.items() for value in values)
+            for rule in (given, expected)
+        )
+        raise ValueError(f"The state was made with {made}, this optimizer has {own}: its arrays would mean something else.")
+
+
+def fits(name: str, fields: Mapping[str, Any], shapes: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:
+    """Each field of the state of the parameter `name` must have its shape, and its dtype where one is given."""
+    for field, x in fields.items():
+        wanted = {"shape": shapes[field], "dtype": dtypes.get(field, x.dtype)}
+        for what, expected in wanted.items():
+            if getattr(x, what) != expected:
+                given = f"`{field}` of the {name} has {what} {getattr(x, what)}"
+                raise ValueError(
+                    f"The state's {given}, this optimizer expects {expected}: it was made with other options, or lies "
+                    "otherwise on the mesh."
+                )
 
 
 def floating_dtype(name: str, dtype: Any) -> None:

@@ -60,6 +60,19 @@ class Layout(NamedTuple):
     sides: Sides
     specs: Any  # a MatrixState of PartitionSpecs; that of `mu` is the parameter's own
 
+    def state_shapes(self, own: tuple[int, ...], axis_sizes: Mapping[str, int]) -> Any:
+        """A MatrixState of shapes: each device's part of each field, where `own` is its part of the parameter."""
+        stack = tuple(own[axis] for axis in self.view.batch)
+
+        def square(side: Side | None) -> tuple[int, ...]:
+            return (
+                (*stack, 1, 1) if side is None else (*stack, side.size() // _devices(side.axes(), axis_sizes), side.size())
+            )
+
+        left, right = square(self.sides.left), square(self.sides.right)
+        shapes: list[Any] = [own, own, left, right, left, right, (*stack, left[-1]), (*stack, right[-1]), stack]
+        return MatrixState(*shapes)
+
     def undivided(self) -> "Layout":
         """Of the same parameter where every device holds it whole."""
         return Layout(self.view, self.sides.undivided(()), self.specs._make(len(self.specs) * [PartitionSpec()]))

@@ -24,6 +24,7 @@ INNER = {"adam": _inner.adam, "laprop": _inner.laprop}
 FACTORS = {"kl": _factors.kullback_leibler, "plain": _factors.plain}
 # NumPy's, since `optax.inject_hyperparams` makes arrays of Python's ints, and the program depends on these.
 EVERY_STEP, MAX_PRECOND_DIM = np.int64(1), np.int64(8192)
+Named = dict[str, dict[str, dict[str, Any]]]
 Leaves = tuple[list[jax.Array], list[MatrixState]]  # gradients or updates, and the states, of all parameters
 
 
@@ -47,6 +48,7 @@ class ReklsState(NamedTuple):
     eig_L: optax.Updates  # (…, m): eigenvalues with them, descending
     eig_R: optax.Updates  # (…, n): of R
     eigh_failures: optax.Updates  # (…), int32: decompositions that gave NaN, so that the basis before was kept
+    rule: Named  # no arrays, {option: {its value: {}}}: the options that give L, R and mu their meaning
 
 
 def scale_by_rekls(
@@ -108,6 +110,8 @@ def scale_by_rekls(
         eigenbasis,
         functools.partial(INNER[inner], momentum=_inner.nesterov if nesterov else _inner.bias_corrected),
     )
+    # Names, since those are what a checkpoint keeps: under other options it has nothing at the place of this key.
+    named: Named = {"factors": {factors: {}}, "inner": {inner: {}}}
 
     def survey(what: str, tree: Any) -> tuple[list[Layout], Place, AxisNames]:
         """How each leaf of `tree` lies, where this call runs, and the axes there that share the decompositions."""
@@ -122,6 +126,9 @@ def scale_by_rekls(
                 raise _checks.no_matrix(name, leaf, longest)
         return [layout for layout in found if layout is not None], place, axes
 
+    def first_moment(dtype: jnp.dtype) -> jnp.dtype:
+        return jax.dtypes.canonicalize_dtype(mu_dtype or dtype)
+
     def init(params: optax.Params) -> ReklsState:
         _checks.floating_leaves("parameter", params)
         layouts, place, _ = survey("parameter", params)
@@ -132,30 +139,35 @@ def scale_by_rekls(
             states = []
             for part, layout in zip(parts, layouts, strict=True):
                 dtype = state_dtype(part.dtype)
-                wanted = jax.dtypes.canonicalize_dtype(mu_dtype or dtype)
-                states.append(_step.initial_state(part, layout, numerics, dtype, wanted))
+                states.append(_step.initial_state(part, layout, numerics, dtype, first_moment(dtype)))
             return jnp.zeros((), jnp.int32), states
 
         specs = PartitionSpec(), [layout.specs for layout in layouts]
         count, states = place.run(make, in_specs=(), out_specs=specs)
-        return _as_tree(count, states, treedef)
+        return _as_tree(count, states, treedef, named)
 
     def update(
         updates: optax.Updates, state: ReklsState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ReklsState]:
         del params
         _checks.own_state(state, isinstance(state, ReklsState))
+        _checks.same_rule(state.rule, named)
         _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, state.mu)
         layouts, place, axes = survey("gradient", updates)
         _mesh.same_types(_checks.named_leaves("gradient", updates), jax.tree.leaves(state.mu))
         gradients, treedef = jax.tree.flatten(updates)
-        states = [MatrixState(*fields) for fields in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
+        states = _of_each(state)
+        for name, layout, old in zip(_checks.named_leaves("parameter", updates), layouts, states, strict=True):
+            shapes = layout.state_shapes(
+                old.mu.shape, place.axis_sizes if place.bound else dict.fromkeys(place.axis_sizes, 1)
+            )
+            _checks.fits(name, old._asdict(), shapes._asdict(), {"mu": first_moment(old.nu.dtype)})
         count = optax.safe_increment(state.count)
         gradients = [G.astype(old.nu.dtype) for G, old in zip(gradients, states, strict=True)]
         with jax.default_matmul_precision(numerics.precision):
             scaled, states = PLACEMENTS[eigh_placement]((gradients, states), layouts, rule, count, every, place, axes)
-        return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef)
+        return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef, named)
 
     return optax.GradientTransformation(init, update)
 
@@ -198,6 +210,13 @@ def _specs(layouts: list[Layout]) -> tuple[list[PartitionSpec], list[Any]]:
 PLACEMENTS = {"split": _split, "replicated": _replicated}
 
 
-def _as_tree(count: jax.Array, states: list[MatrixState], treedef: Any) -> ReklsState:
+def _of_each(state: ReklsState) -> list[MatrixState]:
+    """Of each parameter."""
+    fields = (jax.tree.leaves(getattr(state, name)) for name in MatrixState._fields)
+    return [MatrixState(*each) for each in zip(*fields, strict=True)]
+
+
+def _as_tree(count: jax.Array, states: list[MatrixState], treedef: Any, rule: Named) -> ReklsState:
     fields = zip(*states, strict=True) if states else [()] * len(MatrixState._fields)
-    return ReklsState(count, *(jax.tree.unflatten(treedef, field) for field in fields))
+    trees = (jax.tree.unflatten(treedef, field) for field in fields)
+    return ReklsState(count, **dict(zip(MatrixState._fields, trees, strict=True)), rule=rule)
