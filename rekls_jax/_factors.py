@@ -8,7 +8,7 @@ Both lines use the bases and eigenvalues of the step before. Plain factors, and 
 have the identity in the middle: the mean of G G^T / n and of G^T G / m.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,10 @@ def bias_corrected_beta(shampoo_beta: float | jax.Array, t: jax.Array) -> jax.Ar
     return 1 - (1 - shampoo_beta) / (1 - shampoo_beta**t)
 
 
-def root_mean_square(G: jax.Array, division: Division) -> jax.Array:
-    """Of all entries of a matrix, () on every device, of which this one has the part `G`."""
-    return _root_mean_square(division.matrix.each(_root_mean_square(G)))  # the parts are equal
+def root_mean_squares(matrices: Sequence[jax.Array], division: Division) -> jax.Array:
+    """Of all entries of each matrix, (k,) on every device, of which this one has these equal parts."""
+    own = jnp.stack(list(map(_root_mean_square, matrices)))
+    return jax.vmap(_root_mean_square, in_axes=1)(division.matrix.each(own))
 
 
 def _root_mean_square(G: jax.Array) -> jax.Array:

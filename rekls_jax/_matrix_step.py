@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rekls_jax import _eigen, _factors
-from rekls_jax._inner import Inner
+from rekls_jax._inner import Inner, Momentum
 from rekls_jax._types import Accumulated, Bases, Division, Eigen, Eigenbasis, Hyperparameters, MatrixState, Numerics, Part
 
 
@@ -26,11 +26,13 @@ class Rule(NamedTuple):
     between: _factors.Between
     eigenbasis: Eigenbasis
     inner: Inner
+    momentum: Momentum
 
 
 def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, division: Division) -> tuple[Accumulated, Bases]:
     """Both factors moved on by the gradient, of which this device has the part `G`, and the bases they were made with."""
-    rms = _factors.root_mean_square(G, division)
+    sizes = _factors.root_mean_squares(rule.inner.numerators(G, state.mu.astype(G.dtype)), division)
+    rms = sizes[0]
     G = division.rows.gather(division.columns.gather(G, axis=1))
     left = _whole(state.eig_L, state.Q_L, division.left)
     right = _whole(state.eig_R, state.Q_R, division.right)
@@ -42,7 +44,9 @@ def accumulate(G: jax.Array, state: MatrixState, rule: Rule, t: jax.Array, divis
         return _factors.update_factor(factor, G, rule.between(other), beta_t, rms, rule.hyper.eps, rule.numerics, part)
 
     L, R = moved(state.L, G, right, division.left), moved(state.R, G.T, left, division.right)
-    return Accumulated(L, R, _round_off(rms, G.shape, rule.numerics)), Bases(left, right, state.nu, state.eigh_failures)
+    return Accumulated(L, R, _round_off(jnp.max(sizes), G.shape, rule.numerics)), Bases(
+        left, right, state.nu, state.eigh_failures
+    )
 
 
 def _whole(values: jax.Array, vectors: jax.Array, part: Part | None) -> Eigen | None:
@@ -76,7 +80,7 @@ def apply(
     """Own part of the update (m, n), and `state` moved on; `G` is own part of the gradient."""
     hyper = rule.hyper
     left, right, nu, eigh_failures = bases
-    update, mu, nu = rule.inner(
+    update, mu, nu = rule.inner.move(
         G,
         state.mu.astype(nu.dtype),
         nu,
@@ -84,6 +88,7 @@ def apply(
         lambda x: _without_dead_rows(_eigen.restore(x, (left, right), division), whole, state.mu, rule.numerics, division),
         hyper._replace(eps=hyper.eps + whole.round_off),
         t,
+        rule.momentum,
     )
 
     def factor(whole: jax.Array | None, old: jax.Array, part: Part | None) -> jax.Array:
@@ -108,8 +113,8 @@ def apply(
 
 
 def _round_off(rms: jax.Array, shape: tuple[int, ...], numerics: Numerics) -> jax.Array:
-    """Size below which an entry of `Q_L^T G Q_R` is round-off, (): the spread of the error over the longer side."""
-    norm_over_longer_side = rms * min(shape) ** 0.5  # ||G||_F / sqrt(max(m, n))
+    """Size below which an entry of `Q_L^T X Q_R` is round-off, (), X having `rms`: the error spread over the longer side."""
+    norm_over_longer_side = rms * min(shape) ** 0.5  # ||X||_F / sqrt(max(m, n))
     return numerics.round_off_floor * jnp.finfo(rms.dtype).eps * norm_over_longer_side
 
 
@@ -139,5 +144,5 @@ def _limit(update: jax.Array, max_update_rms: float | jax.Array, division: Divis
     """Scaled down to that root mean square, of all entries on all devices, where it has more; 0: left as it is."""
     if isinstance(max_update_rms, float) and max_update_rms == 0:
         return update
-    scale = jnp.minimum(1, max_update_rms / (_factors.root_mean_square(update, division) + 1e-7))
+    scale = jnp.minimum(1, max_update_rms / (_factors.root_mean_squares((update,), division)[0] + 1e-7))
     return update * jnp.where(max_update_rms == 0, 1, scale)

@@ -20,7 +20,7 @@ from rekls_jax._mesh import ParamSpecs, Place
 from rekls_jax._stacks import Leaf
 from rekls_jax._types import Eigenbasis, Hyperparameters, MatrixState, Numerics
 
-INNER = {"adam": _inner.adam, "laprop": _inner.laprop}
+INNER = {"adam": _inner.ADAM, "laprop": _inner.LAPROP}
 FACTORS = {"kl": _factors.kullback_leibler, "plain": _factors.plain}
 # NumPy's, since `optax.inject_hyperparams` makes arrays of Python's ints, and the program depends on these.
 EVERY_STEP, MAX_PRECOND_DIM = np.int64(1), np.int64(8192)
@@ -108,7 +108,8 @@ def scale_by_rekls(
         numerics,
         FACTORS[factors],
         eigenbasis,
-        functools.partial(INNER[inner], momentum=_inner.nesterov if nesterov else _inner.bias_corrected),
+        INNER[inner],
+        _inner.nesterov if nesterov else _inner.bias_corrected,
     )
     # Names, since those are what a checkpoint keeps: under other options it has nothing at the place of this key.
     named: Named = {"factors": {factors: {}}, "inner": {inner: {}}}

@@ -109,8 +109,9 @@ class Numerics:
       eigenvalue_floor: eigenvalues below this share of the largest are raised to it where a factor is inverted.
       carry_second_moment: rotate the second moment into each new eigenbasis, `V <- (A*A) V (B*B)^T` with
         `A = Q_L_new^T Q_L_old`, `B = Q_R_new^T Q_R_old`. Without it V stays in the basis of the step before.
-      round_off_floor: this many machine epsilons of `||G||_F / sqrt(max(m, n))` are added to `eps` in the
-        denominator; what lies below is round-off of the projection, which Adam would scale up to full size.
+      round_off_floor: this many machine epsilons of `||G||_F / sqrt(max(m, n))`, or with Adam of a sixteenth of the first
+        moment's where that is larger, are added to `eps` in the denominator. What lies below is round-off of the projection,
+        which would be scaled up to full size, and after a large gradient far beyond.
       precision: of every matrix product: "highest", "high" or "default", as `jax.default_matmul_precision` names
         them, whatever that is set to outside.
     """

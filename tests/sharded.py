@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from cases import gradients
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rekls_jax import MatrixDimensionNumbers, rekls, state_partition_specs
+from rekls_jax import MatrixDimensionNumbers, rekls, scale_by_rekls, state_partition_specs
 
 MODES = ["auto", "explicit", "shard_map"]
 LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
@@ -98,6 +99,25 @@ class Problem:
                 out_specs=(self.specs, state_specs),
             )
             return descend(update, params, state or jax.jit(everywhere)(params), stream, jit)
+
+
+def on_eight_devices(**options: Any) -> optax.GradientTransformation:
+    """`scale_by_rekls` of matrices that lie divided over eight devices, or four, where these divide one of their sides."""
+
+    def specs(params: Any) -> Any:
+        return jax.tree.map(lambda p: next(filter(None, map(_spec, p.shape, ((), (None,)))), P()), params)
+
+    def _spec(size: int, before: tuple[None, ...]) -> P | None:
+        return P(*before, ("data", "tp")) if size % 8 == 0 else P(*before, "tp") if size % 4 == 0 else None
+
+    return scale_by_rekls(param_specs=specs, mesh=mesh_of(8), **options)
+
+
+EVERYWHERE = [
+    pytest.param(scale_by_rekls, id="one device"),
+    pytest.param(on_eight_devices, id="eight devices", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+]
+"""To parametrize a test with `direction`, used as `scale_by_rekls` is."""
 
 
 def descend(update: Any, params: Any, state: Any, stream: list[Any], jit: bool = True) -> Any:
