@@ -21,6 +21,18 @@ def gradients(shape: tuple[int, ...], steps: int, seed: int = 0, scale: float = 
     return (scale * np.random.default_rng(seed).standard_normal((steps, *shape))).astype(np.float32)
 
 
+PARAMS: dict[str, jax.Array] = {
+    "w": jnp.ones((6, 4)),
+    "v": jnp.full((3, 5), 0.5, jnp.float32),
+    "b": jnp.ones(4),
+    "s": jnp.float32(2.0),
+}
+# Large enough that the round-off of the first step, which differs between programs and machines, moves no parameter by more
+# than ROUND_OFF in a few steps at a learning rate of .1.
+EPS, ROUND_OFF = 1e-2, 1e-4
+STREAM: dict[str, np.ndarray] = {name: gradients(p.shape, 12, seed=i) for i, (name, p) in enumerate(PARAMS.items())}
+
+
 def run(tx: optax.GradientTransformation, gradients: Any, dtype: Any = jnp.float32) -> tuple[np.ndarray, ReklsState]:
     """Updates (steps, m, n) in float64 and the last state of `scale_by_rekls` over a stream of gradients."""
     stream = jnp.asarray(gradients, dtype)

@@ -116,7 +116,7 @@ def test_a_long_pause_does_not_make_the_next_gradient_dominate(direction):
 @pytest.mark.parametrize("direction", EVERYWHERE)
 @pytest.mark.parametrize("inner", ["adam", "laprop"])
 def test_dead_rows_and_columns_get_no_update(direction, inner):
-    stream = gradients((12, 9), 100)
+    stream = gradients((12, 9), 1000)
     stream[:, 4, :], stream[:, :, 7] = 0, 0
     updates, _ = run(direction(inner=inner), stream)
     np.testing.assert_array_equal(updates[:, 4, :], 0)
@@ -161,14 +161,16 @@ def test_rank_one_gradients_are_harmless(direction, shape, steps, eps):
 
 
 @pytest.mark.parametrize("direction", EVERYWHERE)
-def test_a_spike_is_forgotten_soon(direction):
+@pytest.mark.parametrize(("scale", "most"), [(1e2, 10), (1e3, 15), (1e4, 20), (1e5, 25)])
+def test_a_spike_is_forgotten_soon(direction, scale, most):
+    """Back within 10 % for five steps after `most` steps; the PyTorch reference takes 26, 54, 77 and 98."""
     stream = gradients((128, 64), 100)
-    stream[50] *= 1e3
+    stream[50] *= scale
     sizes = rms(run(direction(), stream)[0], axis=(1, 2))
     steady = rms(run(direction(), gradients((128, 64), 200))[0][150:])
     near = np.abs(sizes - steady) <= 0.1 * steady
     back = next(i for i in range(51, 95) if near[i : i + 5].all())
-    assert back - 50 <= 15
+    assert back - 50 <= most
     assert sizes[50:].max() < 0.4
 
 

@@ -1,4 +1,4 @@
-"""The optax contract: wrappers, schedules, transformations of JAX, and trees of every kind."""
+"""The optax contract: wrappers, schedules, derivatives, and trees of every kind."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,64 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import METHODS, NUMERICS, assert_same, descend, gradients, rekls_states, structure
+from cases import EPS, METHODS, PARAMS, ROUND_OFF, STREAM, assert_same, descend, gradients, rekls_states, structure
 from flax.core import FrozenDict
 
 from rekls_jax import rekls, scale_by_rekls
-
-PARAMS = {"w": jnp.ones((6, 4)), "v": jnp.full((3, 5), 0.5, jnp.float32), "b": jnp.ones(4), "s": jnp.float32(2.0)}
-# Large enough that the round-off of the first step, which differs between programs, does not show.
-EPS = 1e-2
-STREAM = {name: gradients(p.shape, 12, seed=i) for i, (name, p) in enumerate(PARAMS.items())}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS.keys())
-@pytest.mark.parametrize("inner", ["adam", "laprop"])
-def test_jit_agrees_with_no_jit(inner, numerics):
-    tx = rekls(0.1, inner=inner, numerics=numerics)
-    params, state = PARAMS, tx.init(PARAMS)
-    # From step 8 on: with the reference's numerics the steps before are round-off, which XLA's fusion changes.
-    params, state = descend(tx, params, STREAM, state)
-    G = jax.tree.map(lambda g: jnp.asarray(g[-1]), STREAM)
-    compiled, compiled_state = jax.jit(tx.update)(G, state, params)
-    with jax.disable_jit():
-        plain, plain_state = tx.update(G, state, params)
-    assert_same(compiled, plain, atol=2e-5)
-    (a,), (b,) = rekls_states(compiled_state), rekls_states(plain_state)
-    for field in ("mu", "L", "R", "eig_L", "eig_R"):
-        scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(getattr(b, field)))
-        assert_same(getattr(a, field), getattr(b, field), atol=1e-5 * scale)
-
-
-def test_scan_agrees_with_a_loop():
-    tx = rekls(0.1, eps=EPS)
-    expected, expected_state = descend(tx, PARAMS, STREAM)
-
-    def step(carry, G):
-        params, state = carry
-        updates, state = tx.update(G, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    (params, state), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), jax.tree.map(jnp.asarray, STREAM))
-    assert_same(params, expected, atol=1e-5)
-    assert structure(state) == structure(expected_state)
-
-
-def test_vmap_over_an_ensemble_agrees_with_each_member():
-    tx = rekls(0.1, eps=EPS)
-    members = [jax.tree.map(lambda p, s=s: p * s, PARAMS) for s in (0.5, 1.0, 2.0)]
-    streams = [jax.tree.map(lambda g, s=s: np.roll(g, s, axis=0), STREAM) for s in range(3)]
-    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
-    state = jax.vmap(tx.init)(params)
-    update = jax.jit(jax.vmap(tx.update))
-    for i in range(6):
-        G = jax.tree.map(lambda *leaves: jnp.stack([leaf[i] for leaf in leaves]), *streams)  # noqa: B023
-        updates, state = update(G, state, params)
-        params = optax.apply_updates(params, updates)
-    for k, (member, stream) in enumerate(zip(members, streams, strict=True)):
-        expected, _ = descend(tx, member, jax.tree.map(lambda g: g[:6], stream))
-        assert_same(jax.tree.map(lambda p: p[k], params), expected, atol=1e-5)  # noqa: B023
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -94,7 +40,7 @@ def test_schedules_compile_once_and_reach_every_leaf(method):
         updates, constant_state = update_constant(G, constant_state, expected)
         expected = optax.apply_updates(expected, updates)
     assert traces == 1
-    assert_same(params, expected, atol=1e-5)
+    assert_same(params, expected, atol=ROUND_OFF)
 
 
 @pytest.mark.parametrize(("method", "share"), [("decoupled", 0.1 * 0.3), ("independent", 0.3), ("palm", 0.1**2 * 0.3)])
@@ -195,7 +141,7 @@ def test_inject_hyperparams_traces_every_number_and_equals_constants():
     expected, _ = descend(rekls(0.1, **numbers), PARAMS, STREAM)
     tx = optax.inject_hyperparams(rekls)(0.1, **numbers)
     params, state = descend(tx, PARAMS, STREAM)
-    assert_same(params, expected, atol=1e-5)
+    assert_same(params, expected, atol=ROUND_OFF)
     assert set(state.hyperparams) == {"learning_rate", *numbers}
     state.hyperparams["learning_rate"] = jnp.float32(0.0)
     state.hyperparams["weight_decay"] = jnp.float32(0.0)
@@ -206,10 +152,13 @@ def test_inject_hyperparams_traces_every_number_and_equals_constants():
 def test_bf16_params_keep_injected_numbers_exact_with_hyperparam_dtype():
     params = {"w": jnp.ones((6, 4), jnp.bfloat16)}
     stream = {"w": gradients((6, 4), 5)}
-    tx = optax.inject_hyperparams(rekls, hyperparam_dtype=jnp.float32)(0.1, b1=0.9)
+    tx = optax.inject_hyperparams(rekls, hyperparam_dtype=jnp.float32)(0.1, b1=0.9, eps=EPS)
     injected, state = descend(tx, params, stream)
     assert float(state.hyperparams["b1"]) == pytest.approx(0.9, abs=1e-7)  # bfloat16 would make it .8984
-    assert_same(injected, descend(rekls(0.1, b1=0.9), params, stream)[0])
+    constant, constant_state = descend(rekls(0.1, b1=0.9, eps=EPS), params, stream)
+    assert_same(injected, constant, rtol=2.0**-7)
+    (ours,), (expected,) = rekls_states(state), rekls_states(constant_state)
+    assert_same(ours.mu, expected.mu, atol=1e-5)
 
 
 def test_multisteps_equals_one_step_on_the_mean_gradient():
@@ -217,32 +166,7 @@ def test_multisteps_equals_one_step_on_the_mean_gradient():
     params, _ = descend(optax.MultiSteps(rekls(0.1, eps=EPS), 4), PARAMS, stream)
     means = jax.tree.map(lambda g: g.reshape(2, 4, *g.shape[1:]).mean(1), stream)
     expected, _ = descend(rekls(0.1, eps=EPS), PARAMS, means)
-    assert_same(params, expected, atol=1e-4)  # the two means round differently
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_apply_if_finite_leaves_no_trace_of_a_bad_step(bad):
-    stream = jax.tree.map(lambda g: np.concatenate([g, g, g, g])[:40], STREAM)
-    poisoned = jax.tree.map(lambda g: np.insert(g, 17, g[0], axis=0), stream)
-    poisoned["w"][17, 2, 1] = bad
-    tx = optax.apply_if_finite(rekls(0.1), max_consecutive_errors=3)
-    params, state = descend(tx, PARAMS, poisoned)
-    expected, expected_state = descend(tx, PARAMS, stream)
-    assert int(state.total_notfinite) == 1
-    assert_same(params, expected)
-    assert_same(state.inner_state, expected_state.inner_state)
-
-
-def test_without_the_wrapper_a_bad_gradient_poisons_its_matrix_and_no_other():
-    stream = jax.tree.map(lambda g: g.copy(), STREAM)
-    stream["w"][3, 0, 0] = np.nan
-    params, state = descend(rekls(0.1), PARAMS, stream)
-    assert np.isnan(params["w"]).all()
-    expected, _ = descend(rekls(0.1), PARAMS, STREAM)
-    assert_same({k: params[k] for k in "vbs"}, {k: expected[k] for k in "vbs"})
-    (inner,) = rekls_states(state)
-    assert int(inner.eigh_failures["w"]) == 2 * 9  # both factors, from that step on
-    assert int(inner.eigh_failures["v"]) == 0
+    assert_same(params, expected, atol=ROUND_OFF)
 
 
 def test_partition_with_two_learning_rates():

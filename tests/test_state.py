@@ -111,18 +111,6 @@ def test_one_eigh_for_each_factor_and_step(shape):
     assert len(re.findall(r"custom_call_target=\"lapack_\w+syevd", compiled.as_text() or "")) == 4
 
 
-def test_params_and_state_can_be_donated_right_after_init():
-    params = {"square": jnp.ones((4, 4)), "wide": jnp.ones((3, 5)), "b": jnp.ones(4)}
-    tx = rekls(0.1)
-
-    def step(params, state):
-        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    expected = jax.jit(step)(params, tx.init(params))
-    assert_same(jax.jit(step, donate_argnums=(0, 1))(params, tx.init(params)), expected)
-
-
 def test_init_under_eval_shape_and_from_shapes_alone():
     params = {"w": jnp.ones((6, 4), jnp.bfloat16), "b": jnp.ones(4)}
     tx = rekls(0.1)
