@@ -1,6 +1,7 @@
 """Ways to run an optimizer on many devices, and a parameter for every way in which one may lie on a mesh."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,18 +102,19 @@ class Problem:
             return descend(update, params, state or jax.jit(everywhere)(params), stream, jit)
 
 
-def on_eight_devices(**options: Any) -> optax.GradientTransformation:
-    """`scale_by_rekls` of matrices that lie divided over eight devices, or four, where these divide one of their sides."""
+def eight_devices(optimizer: Any, *args: Any, **options: Any) -> optax.GradientTransformation:
+    """Of parameters that lie divided over eight devices, or four, where these divide one of their sides."""
 
-    def specs(params: Any) -> Any:
-        return jax.tree.map(lambda p: next(filter(None, map(_spec, p.shape, ((), (None,)))), P()), params)
+    def spec(p: Any) -> P:
+        return next(filter(None, map(_spec, p.shape, ((), (None,)))), P())
 
     def _spec(size: int, before: tuple[None, ...]) -> P | None:
         return P(*before, ("data", "tp")) if size % 8 == 0 else P(*before, "tp") if size % 4 == 0 else None
 
-    return scale_by_rekls(param_specs=specs, mesh=mesh_of(8), **options)
+    return optimizer(*args, param_specs=lambda params: jax.tree.map(spec, params), mesh=mesh_of(8), **options)
 
 
+on_eight_devices = functools.partial(eight_devices, scale_by_rekls)
 EVERYWHERE = [
     pytest.param(scale_by_rekls, id="one device"),
     pytest.param(on_eight_devices, id="eight devices", marks=[pytest.mark.slow, pytest.mark.exhaustive]),

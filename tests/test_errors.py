@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharded import mesh_of
+from sharded import eight_devices, mesh_of
 
 from rekls_jax import Numerics, OrthogonalIteration, rekls, scale_by_rekls
 
@@ -159,7 +159,9 @@ def test_traced_numbers_are_not_checked():
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-@pytest.mark.parametrize("tx", [rekls(0.1), scale_by_rekls()], ids=["rekls", "scale_by_rekls"])
+@pytest.mark.parametrize(
+    "tx", [rekls(0.1), eight_devices(rekls, 0.1), scale_by_rekls()], ids=["rekls", "eight devices", "scale_by_rekls"]
+)
 def test_leaves_that_cannot_be_optimized(tx, leaf, got):
     text = r"The {} \['layer'\]\['x'\] must be a real floating-point array of 16, 32 or 64 bits, got {}\."
     with pytest.raises(TypeError, match=text.format("parameter", got)):

@@ -1,6 +1,7 @@
 """The optax contract: wrappers, schedules, derivatives, and trees of every kind."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 from cases import EPS, METHODS, PARAMS, ROUND_OFF, STREAM, assert_same, descend, gradients, rekls_states, structure
 from flax.core import FrozenDict
+from sharded import eight_devices
 
 from rekls_jax import rekls, scale_by_rekls
 
@@ -222,7 +224,7 @@ class Layer:
     bias: Any
 
 
-W, B = jnp.ones((3, 2)), jnp.ones(2)
+W, B = jnp.ones((4, 3)), jnp.ones(3)
 TREES = {
     "dict": {"w": W, "b": B},
     "frozen dict": FrozenDict({"w": W, "deep": {"b": B}}),
@@ -239,9 +241,16 @@ TREES = {
 
 
 @pytest.mark.parametrize("params", TREES.values(), ids=TREES.keys())
-@pytest.mark.parametrize("jit", [False, True])
-def test_params_of_every_structure(params, jit):
-    tx = rekls(0.1)
+@pytest.mark.parametrize(
+    ("make", "jit"),
+    [
+        pytest.param(rekls, False, id="one device, no jit"),
+        pytest.param(rekls, True, id="one device"),
+        pytest.param(functools.partial(eight_devices, rekls), True, id="eight devices", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_params_of_every_structure(params, make, jit):
+    tx = make(0.1)
     state = tx.init(params)
     updates, new_state = (jax.jit(tx.update) if jit else tx.update)(params, state, params)
     moved = optax.apply_updates(params, updates)
