@@ -67,6 +67,7 @@ def test_step_time(tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_memory(tmp_path):
     assert memory.main(["--shapes", "2x16x24", "--output", str(tmp_path)]) == 0
     ((*rows,),) = results(tmp_path)
@@ -93,6 +94,7 @@ def test_compile_time(tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_scaling(tmp_path):
     arguments = ["--shapes", "2x16x24", "--devices", "1", "2", "--repeats", "1", "--output", str(tmp_path)]
     assert scaling.main(arguments) == 0

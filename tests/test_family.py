@@ -153,7 +153,10 @@ def test_a_failure_at_a_refresh_keeps_the_basis_and_its_order(eigenbasis):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"precondition_frequency": 3}, marks=pytest.mark.exhaustive), {"eigenbasis": OrthogonalIteration()}],
+    [
+        pytest.param({"precondition_frequency": 3}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        {"eigenbasis": OrthogonalIteration()},
+    ],
 )
 def test_the_family_runs_without_jit_and_over_an_ensemble(options):
     tx = scale_by_rekls(eps=1e-3, **options)

@@ -84,7 +84,11 @@ def test_one_nan_is_a_failure(field, place):
 @pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)
 @pytest.mark.parametrize(
     "mode",
-    ["one device", pytest.param("auto", marks=pytest.mark.slow), pytest.param("explicit", marks=pytest.mark.exhaustive)],
+    [
+        "one device",
+        pytest.param("auto", marks=pytest.mark.slow),
+        pytest.param("explicit", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_apply_if_finite_leaves_no_trace_of_a_bad_step(mode, bad):
     schedule = optax.linear_schedule(0.1, 0.0, 60)

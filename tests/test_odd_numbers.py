@@ -145,6 +145,7 @@ def test_any_stream_with_bad_steps(shape, option, seed, steps, bad):
     any_stream_with_bad_steps(shape, option, seed, steps, bad)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @hypothesis.given(shape=st.sampled_from(SHAPES), **STREAM)
 @hypothesis.settings(AT_LENGTH, max_examples=5000)
@@ -152,6 +153,7 @@ def test_any_stream_at_length(shape, option, seed, steps):
     any_stream(shape, option, seed, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @hypothesis.given(shape=st.sampled_from(SHAPES), **STREAM, bad=BAD_STEPS)
 @hypothesis.settings(AT_LENGTH, max_examples=2000)

@@ -246,7 +246,12 @@ TREES = {
     [
         pytest.param(rekls, False, id="one device, no jit"),
         pytest.param(rekls, True, id="one device"),
-        pytest.param(functools.partial(eight_devices, rekls), True, id="eight devices", marks=pytest.mark.exhaustive),
+        pytest.param(
+            functools.partial(eight_devices, rekls),
+            True,
+            id="eight devices",
+            marks=[pytest.mark.slow, pytest.mark.exhaustive],
+        ),
     ],
 )
 def test_params_of_every_structure(params, make, jit):

@@ -357,7 +357,7 @@ def test_injected_hyperparameters_on_explicit_axes():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param(FAMILY["KL-SOAP in turns, one side"], marks=pytest.mark.exhaustive)],
+    [{}, pytest.param(FAMILY["KL-SOAP in turns, one side"], marks=[pytest.mark.slow, pytest.mark.exhaustive])],
     ids=["default", "family"],
 )
 def test_an_ensemble_on_many_devices_comes_back(options):

@@ -46,7 +46,6 @@ def test_golden_files_are_all_there():
     assert len(GOLDEN) == 9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["adam", "laprop"])
 @pytest.mark.parametrize(("shape", "method"), [(SHAPES[0], m) for m in METHODS] + [(s, "l2") for s in SHAPES[1:]], ids=str)
 def test_default_numerics_equal_the_float64_reference(shape, inner, method):
