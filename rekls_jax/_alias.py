@@ -70,6 +70,9 @@ def rekls(
     `optax.apply_if_finite` around the optimizer to skip such steps. In float32 a finite gradient above 1e18 overflows the
     second moment, and the matrix stops moving; clip gradients that can get there.
 
+    A state can be continued on another mesh, and with other numbers, `nesterov`, `eigenbasis`, `precondition_frequency` or
+    `numerics`. One made with other `factors`, `inner`, `max_precond_dim`, `mu_dtype`, or another `fallback`, is refused.
+
     Args:
       learning_rate: a number or an optax schedule. Try one and three times AdamW's; the default `fallback` shares it.
       b1: decay of the first moment, in [0, 1).
@@ -114,8 +117,9 @@ def rekls(
 
     Raises:
       ValueError: an argument out of range; at `init`, a mask, specs or dimension numbers that do not fit the params or the
-        mesh; at `update`, no params where decay needs them, gradients or params whose structure or shapes are not those that
-        the state was made for, or gradients that differ between devices which hold the same part of a parameter.
+        mesh; at `update`, no params where decay needs them, a state made with other options, gradients or params whose
+        structure or shapes are not those that the state was made for, or gradients that differ between devices which hold the
+        same part of a parameter.
       TypeError: an argument of the wrong kind; at `init` and `update`, a leaf that is not real floating-point.
 
     Example:

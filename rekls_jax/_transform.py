@@ -81,8 +81,8 @@ def scale_by_rekls(
 
     Raises:
       ValueError: an argument out of range; a leaf that is no matrix, or that cannot lie on the mesh as its spec says; at
-        `update`, gradients whose structure or shapes are not the params', or that differ between devices which hold the
-        same part of a parameter.
+        `update`, a state made with other options, gradients whose structure or shapes are not the params', or that differ
+        between devices which hold the same part of a parameter.
       TypeError: an argument of the wrong kind; at `init` or `update`, a leaf that is not real floating-point.
     """
     for name, value in {"b1": b1, "b2": b2, "shampoo_beta": shampoo_beta}.items():

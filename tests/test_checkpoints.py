@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import largest_difference
 from test_examples import SMALL, rows, start
 
-from rekls_jax import OrthogonalIteration, rekls, scale_by_rekls, state_partition_specs
+from rekls_jax import REFERENCE, OrthogonalIteration, rekls, scale_by_rekls, state_partition_specs
 
 SHAPES = {"tall": (16, 32), "odd": (24, 9), "whole": (6, 10), "bias": (16,)}
 SPECS = {"tall": P("tp"), "odd": P("tp", None), "whole": P(), "bias": P("tp")}
@@ -172,6 +172,7 @@ def test_what_may_change_between_two_parts_of_a_run():
     changes: list[dict[str, Any]] = [
         {"learning_rate": 0.3, "b1": 0.8, "b2": 0.9, "shampoo_beta": 0.9, "eps": 1e-6, "weight_decay": 0.0},
         {"learning_rate": 0.1, "precondition_frequency": 5, "eigenbasis": OrthogonalIteration(), "nesterov": True},
+        {"learning_rate": 0.1, "numerics": REFERENCE},
     ]
     for options in changes:
         updates, state = jax.jit(rekls(**options).update)(params, state, params)
