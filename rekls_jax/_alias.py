@@ -100,7 +100,8 @@ def rekls(
       dimension_numbers: `MatrixDimensionNumbers` (or optax's `MuonDimensionNumbers`) for the leaves that are matrices or
         stacks of them, None for those that go to `fallback`: a tree like the params, a prefix of it, or a callable that
         makes one from the params, as `flax_dimension_numbers` does. Default: 2-D leaves are matrices.
-      mu_dtype: dtype of the stored first moment. Default: that of the rest of the state.
+      mu_dtype: dtype of the stored first moment. Default: that of the rest of the state. float16 holds no gradient above 6e4
+        or below 6e-8; bfloat16 holds those that float32 does.
       fallback: a whole optimizer, with its own learning rate, for the leaves that are no matrices. Default: Adam with the
         same b1, b2, eps, mu_dtype, learning rate and weight decay.
       param_specs: how the parameters lie on the mesh: a tree of `jax.sharding.PartitionSpec` like the params, a prefix of
@@ -118,8 +119,8 @@ def rekls(
     Raises:
       ValueError: an argument out of range; at `init`, a mask, specs or dimension numbers that do not fit the params or the
         mesh; at `update`, no params where decay needs them, a state made with other options, gradients or params whose
-        structure or shapes are not those that the state was made for, or gradients that differ between devices which hold the
-        same part of a parameter.
+        structure or shapes are not those that the state was made for, or gradients that differ between devices which hold
+        the same part of a parameter.
       TypeError: an argument of the wrong kind; at `init` and `update`, a leaf that is not real floating-point.
 
     Example:

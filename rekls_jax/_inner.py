@@ -29,8 +29,8 @@ class Inner(NamedTuple):
 
     move: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     """(G, mu, nu, project, restore, hyperparameters, t, momentum) -> (update, mu, nu), all of G's shape."""
-    numerators: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]
-    """(G, mu) -> those whose projections are divided by D, G first: D must not be less than the round-off in them."""
+    numerators: Callable[[jax.Array, jax.Array, float | jax.Array, jax.Array], tuple[jax.Array, ...]]
+    """(G, mu, b1, t) -> G and the past, whose projections are divided by D: not less than the round-off in them."""
 
 
 def bias_corrected(M: jax.Array, newest: jax.Array, b1: float | jax.Array, t: jax.Array) -> jax.Array:
@@ -87,7 +87,5 @@ def _second_moment(rotated: jax.Array, nu: jax.Array, hyper: Hyperparameters, t:
     return nu, jnp.sqrt(jnp.maximum(nu / (1 - hyper.b2**t), jnp.finfo(nu.dtype).tiny)) + hyper.eps
 
 
-# Of mu a sixteenth: after a large gradient its round-off is all there is at some places, and without any floor the update
-# was up to 6e5 there; with the whole of it a spike of 1e5 held back the updates that follow (128x64: 30 % for 20 steps).
-ADAM = Inner(_adam, lambda G, mu: (G, mu / 16))
-LAPROP = Inner(_laprop, lambda G, mu: (G,))
+ADAM = Inner(_adam, lambda G, mu, b1, t: (G, b1 * mu / (1 - b1**t)))
+LAPROP = Inner(_laprop, lambda G, mu, b1, t: (G,))

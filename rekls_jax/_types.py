@@ -109,9 +109,10 @@ class Numerics:
       eigenvalue_floor: eigenvalues below this share of the largest are raised to it where a factor is inverted.
       carry_second_moment: rotate the second moment into each new eigenbasis, `V <- (A*A) V (B*B)^T` with
         `A = Q_L_new^T Q_L_old`, `B = Q_R_new^T Q_R_old`. Without it V stays in the basis of the step before.
-      round_off_floor: this many machine epsilons of `||G||_F / sqrt(max(m, n))`, or with Adam of a sixteenth of the first
-        moment's where that is larger, are added to `eps` in the denominator. What lies below is round-off of the projection,
-        which would be scaled up to full size, and after a large gradient far beyond.
+      round_off_floor: this many machine epsilons of `||G||_F / sqrt(max(m, n))`, or with Adam of a sixteenth of
+        `b1 ||mu||_F / (1 - b1^t) / sqrt(max(m, n))` where that is larger, are added to `eps` in the denominator. What lies
+        below is round-off of the projection, which would be scaled up to full size, and after a large gradient far beyond.
+        For a `mu_dtype` with a larger epsilon, at least a 256th of that many of its epsilons, of mu's root mean square.
       precision: of every matrix product: "highest", "high" or "default", as `jax.default_matmul_precision` names
         them, whatever that is set to outside.
     """

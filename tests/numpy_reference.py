@@ -69,7 +69,7 @@ class NumpyRekls:
         self.nu = A2 @ self.nu @ B2.T if self.carry else self.nu[order_L][:, order_R]
         rotated = self.Q_L.T @ G @ self.Q_R
         self.nu = self.b2 * self.nu + (1 - self.b2) * rotated**2
-        largest = max(np.linalg.norm(X) for X in ((G, self.mu / 16) if self.inner == "adam" else (G,)))
+        largest = max(np.linalg.norm(X) for X in (G, (self.inner == "adam") * b1 * self.mu / (1 - b1**t) / 16))
         scale = np.sqrt(self.nu / (1 - self.b2**t)) + self.eps + self.round_off * largest / np.sqrt(max(m, n))
         averaged = G if self.inner == "adam" else self.Q_L @ (rotated / scale) @ self.Q_R.T
         self.mu = b1 * self.mu + (1 - b1) * averaged

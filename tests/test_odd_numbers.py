@@ -48,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "laprop": {"inner": "laprop"},
     "eps 0": {"eps": 0.0},
+    "mu bfloat16": {"mu_dtype": jnp.bfloat16},
     "plain factors": {"factors": "plain"},
     "nesterov": {"nesterov": True},
     "KL-SOAP": {"eigenbasis": OrthogonalIteration(), "precondition_frequency": 3},
