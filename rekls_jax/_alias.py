@@ -71,7 +71,8 @@ def rekls(
     second moment, and the matrix stops moving; clip gradients that can get there.
 
     A state can be continued on another mesh, and with other numbers, `nesterov`, `eigenbasis`, `precondition_frequency` or
-    `numerics`. One made with other `factors`, `inner`, `max_precond_dim`, `mu_dtype`, or another `fallback`, is refused.
+    `numerics`. One made with other `factors`, `inner`, `max_precond_dim`, `mu_dtype`, `dimension_numbers`, or another
+    `fallback`, is refused.
 
     Args:
       learning_rate: a number or an optax schedule. Try one and three times AdamW's; the default `fallback` shares it.

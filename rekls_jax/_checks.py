@@ -80,14 +80,14 @@ def own_state(state: Any, valid: bool, but: str = "") -> None:
         raise TypeError(f"`state` must be what this optimizer's `init` returned, got a {type(state).__name__}{but}.")
 
 
-def same_rule(given: PyTree, expected: PyTree) -> None:
-    """Both {option: {its value: {}}}."""
+def same_meaning(what: str, given: PyTree, expected: PyTree) -> None:
+    """Both {option: {its value: {}}}; `what` is "state", or that of one parameter."""
     if given != expected:
         made, own = (
-            ", ".join(f"{option}={value!r}" for option, values in rule.items() for value in values)
+            ", ".join(f"{option}={value!r}" for option, values in sorted(rule.items()) for value in values)
             for rule in (given, expected)
         )
-        raise ValueError(f"The state was made with {made}, this optimizer has {own}: its arrays would mean something else.")
+        raise ValueError(f"The {what} was made with {made}, this optimizer has {own}: its arrays would mean something else.")
 
 
 def fits(name: str, fields: Mapping[str, Any], shapes: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:

@@ -32,6 +32,11 @@ class View(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
+    def named(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """{field of `MatrixDimensionNumbers`: {its axes: {}}}"""
+        sides = zip(MatrixDimensionNumbers._fields, (self.rows, self.columns), strict=True)
+        return {field: {", ".join(map(str, axes)): {}} for field, axes in sides}
+
 
 DimensionNumbers = Any | Callable[[Any], Any] | None
 """A tree of `MatrixDimensionNumbers` like the params or a prefix of it, or a callable that makes one from the params."""

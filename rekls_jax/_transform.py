@@ -48,6 +48,7 @@ class ReklsState(NamedTuple):
     eig_L: optax.Updates  # (…, m): eigenvalues with them, descending
     eig_R: optax.Updates  # (…, n): of R
     eigh_failures: optax.Updates  # (…), int32: decompositions that gave NaN, so that the basis before was kept
+    dimension_numbers: optax.Params  # no arrays, like the params: of each {field: {its axes: {}}}, which matrix it is
     rule: Named  # no arrays, {option: {its value: {}}}: the options that give L, R and mu their meaning
 
 
@@ -145,21 +146,23 @@ def scale_by_rekls(
 
         specs = PartitionSpec(), [layout.specs for layout in layouts]
         count, states = place.run(make, in_specs=(), out_specs=specs)
-        return _as_tree(count, states, treedef, named)
+        return _as_tree(count, states, treedef, layouts, named)
 
     def update(
         updates: optax.Updates, state: ReklsState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ReklsState]:
         del params
         _checks.own_state(state, isinstance(state, ReklsState))
-        _checks.same_rule(state.rule, named)
+        _checks.same_meaning("state", state.rule, named)
         _checks.floating_leaves("gradient", updates)
         _checks.same_shapes("gradient", updates, state.mu)
         layouts, place, axes = survey("gradient", updates)
         _mesh.same_types(_checks.named_leaves("gradient", updates), jax.tree.leaves(state.mu))
-        gradients, treedef = jax.tree.flatten(updates)
-        states = _of_each(state)
-        for name, layout, old in zip(_checks.named_leaves("parameter", updates), layouts, states, strict=True):
+        gradients, states = jax.tree.leaves(updates), _of_each(state)
+        treedef: Any = jax.tree.structure(updates)
+        views = treedef.flatten_up_to(state.dimension_numbers)
+        for name, layout, old, view in zip(_checks.named_leaves("parameter", updates), layouts, states, views, strict=True):
+            _checks.same_meaning(f"state of the {name}", view, layout.view.named())
             shapes = layout.state_shapes(
                 old.mu.shape, place.axis_sizes if place.bound else dict.fromkeys(place.axis_sizes, 1)
             )
@@ -168,7 +171,7 @@ def scale_by_rekls(
         gradients = [G.astype(old.nu.dtype) for G, old in zip(gradients, states, strict=True)]
         with jax.default_matmul_precision(numerics.precision):
             scaled, states = PLACEMENTS[eigh_placement]((gradients, states), layouts, rule, count, every, place, axes)
-        return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef, named)
+        return cast_like(jax.tree.unflatten(treedef, scaled), updates), _as_tree(count, states, treedef, layouts, named)
 
     return optax.GradientTransformation(init, update)
 
@@ -217,7 +220,8 @@ def _of_each(state: ReklsState) -> list[MatrixState]:
     return [MatrixState(*each) for each in zip(*fields, strict=True)]
 
 
-def _as_tree(count: jax.Array, states: list[MatrixState], treedef: Any, rule: Named) -> ReklsState:
+def _as_tree(count: jax.Array, states: list[MatrixState], treedef: Any, layouts: list[Layout], rule: Named) -> ReklsState:
     fields = zip(*states, strict=True) if states else [()] * len(MatrixState._fields)
     trees = (jax.tree.unflatten(treedef, field) for field in fields)
-    return ReklsState(count, **dict(zip(MatrixState._fields, trees, strict=True)), rule=rule)
+    views = jax.tree.unflatten(treedef, [layout.view.named() for layout in layouts])
+    return ReklsState(count, **dict(zip(MatrixState._fields, trees, strict=True)), dimension_numbers=views, rule=rule)

@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 from sharded import largest_difference
 from test_examples import SMALL, rows, start
 
-from rekls_jax import REFERENCE, OrthogonalIteration, rekls, scale_by_rekls, state_partition_specs
+from rekls_jax import REFERENCE, MatrixDimensionNumbers, OrthogonalIteration, rekls, scale_by_rekls, state_partition_specs
 
-SHAPES = {"tall": (16, 32), "odd": (24, 9), "whole": (6, 10), "bias": (16,)}
-SPECS = {"tall": P("tp"), "odd": P("tp", None), "whole": P(), "bias": P("tp")}
+SHAPES = {"tall": (16, 32), "odd": (24, 9), "whole": (6, 10), "square": (6, 6), "bias": (16,)}
+SPECS = {"tall": P("tp"), "odd": P("tp", None), "whole": P(), "square": P(), "bias": P("tp")}
 PARAMS = {name: jnp.asarray(gradients(shape, 1, seed=9)[0]) for name, shape in SHAPES.items()}
 STREAM = [{name: jnp.asarray(gradients(shape, 15)[i]) for name, shape in SHAPES.items()} for i in range(15)]
 
@@ -104,6 +104,15 @@ def test_a_checkpoint_moves_to_other_devices(step_seven, before, after, axis, ax
 
 OURS = "state.inner_states.rekls.inner_state.0"
 LIES = "it was made with other options, or lies otherwise on the mesh."
+SEEN = "output_axis='{}', reduction_axis='{}'"
+
+
+def other_way_round(params):
+    """The square ones, so that no shape tells."""
+    sees = {True: MatrixDimensionNumbers(1, 0), False: MatrixDimensionNumbers()}
+    return jax.tree.map(lambda p: sees[p.shape == (6, 6)] if p.ndim == 2 else None, params)
+
+
 MEANS = "its arrays would mean something else."
 # Options other than those that wrote the file; what is refused; what the optimizer itself says to a state made with them.
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -115,7 +124,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "mu_dtype": (
         {"mu_dtype": jnp.bfloat16},
         "mu.bias is an array of shape (16,) and dtype float32, in this run an array of shape (16,) and dtype bfloat16",
-        f"The state's `mu` of the parameter ['tall'] has dtype bfloat16, this optimizer expects float32: {LIES}",
+        f"The state's `mu` of the parameter ['square'] has dtype bfloat16, this optimizer expects float32: {LIES}",
     ),
     "fallback": (
         {"fallback": optax.sgd(0.1)},
@@ -126,6 +135,12 @@ OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"inner": "laprop"},
         f"has {OURS}.rule.inner.adam, which this run has not",
         f"The state was made with factors='kl', inner='laprop', this optimizer has factors='kl', inner='adam': {MEANS}",
+    ),
+    "dimension_numbers": (
+        {"dimension_numbers": other_way_round},
+        f"has no {OURS}.dimension_numbers.square.output_axis.0, which this run has",
+        f"The state of the parameter ['square'] was made with {SEEN.format(0, 1)}, this optimizer has {SEEN.format(1, 0)}: "
+        f"{MEANS}",
     ),
     "factors": (
         {"factors": "plain"},
@@ -160,7 +175,7 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(step_seven):
 def test_the_optimizer_itself_refuses_a_state_of_other_options(other):
     # Whatever read the files: flax.serialization does not look at shapes.
     options, _, sentence = OTHERS[other]
-    params = {name: PARAMS[name] for name in ("tall", "whole", "bias")}
+    params = {name: PARAMS[name] for name in ("tall", "whole", "square", "bias")}
     state = rekls(0.1, **options).init(params)
     with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
         jax.jit(rekls(0.1).update)(params, state, params)

@@ -20,7 +20,8 @@ def spec(tree):
 def test_the_legend(shape):
     (m, n), (L, R) = shape, [(size, size) for size in shape]
     state = scale_by_rekls(mu_dtype=jnp.bfloat16).init({"w": jnp.ones(shape)})
-    assert ReklsState._fields == ("count", "mu", "nu", "L", "R", "Q_L", "Q_R", "eig_L", "eig_R", "eigh_failures", "rule")
+    arrays = ("count", "mu", "nu", "L", "R", "Q_L", "Q_R", "eig_L", "eig_R", "eigh_failures")
+    assert ReklsState._fields == (*arrays, "dimension_numbers", "rule")
     expected = [(), (m, n), (m, n), L, R, L, R, (m,), (n,), ()]
     assert [leaf.shape for leaf in jax.tree.leaves(state)] == expected
     assert [str(leaf.dtype) for leaf in jax.tree.leaves(state)] == ["int32", "bfloat16"] + 7 * ["float32"] + ["int32"]
