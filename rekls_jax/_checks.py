@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
+Named = dict[str, dict[str, dict[str, Any]]]
+"""{option: {its value: {}}}: in keys, since those are what a checkpoint keeps and compares."""
 
 
 def number(name: str, value: Any, expected: str = "a number") -> None:
@@ -80,8 +82,8 @@ def own_state(state: Any, valid: bool, but: str = "") -> None:
         raise TypeError(f"`state` must be what this optimizer's `init` returned, got a {type(state).__name__}{but}.")
 
 
-def same_meaning(what: str, given: PyTree, expected: PyTree) -> None:
-    """Both {option: {its value: {}}}; `what` is "state", or that of one parameter."""
+def same_meaning(what: str, given: Named, expected: Named) -> None:
+    """`what` is "state", or that of one parameter."""
     if given != expected:
         made, own = (
             ", ".join(f"{option}={value!r}" for option, values in sorted(rule.items()) for value in values)

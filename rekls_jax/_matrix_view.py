@@ -32,7 +32,7 @@ class View(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
-    def named(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def named(self) -> _checks.Named:
         """{field of `MatrixDimensionNumbers`: {its axes: {}}}"""
         sides = zip(MatrixDimensionNumbers._fields, (self.rows, self.columns), strict=True)
         return {field: {", ".join(map(str, axes)): {}} for field, axes in sides}

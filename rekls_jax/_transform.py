@@ -24,7 +24,6 @@ INNER = {"adam": _inner.ADAM, "laprop": _inner.LAPROP}
 FACTORS = {"kl": _factors.kullback_leibler, "plain": _factors.plain}
 # NumPy's, since `optax.inject_hyperparams` makes arrays of Python's ints, and the program depends on these.
 EVERY_STEP, MAX_PRECOND_DIM = np.int64(1), np.int64(8192)
-Named = dict[str, dict[str, dict[str, Any]]]
 Leaves = tuple[list[jax.Array], list[MatrixState]]  # gradients or updates, and the states, of all parameters
 
 
@@ -49,7 +48,7 @@ class ReklsState(NamedTuple):
     eig_R: optax.Updates  # (…, n): of R
     eigh_failures: optax.Updates  # (…), int32: decompositions that gave NaN, so that the basis before was kept
     dimension_numbers: optax.Params  # no arrays, like the params: of each {field: {its axes: {}}}, which matrix it is
-    rule: Named  # no arrays, {option: {its value: {}}}: the options that give L, R and mu their meaning
+    rule: _checks.Named  # no arrays, {option: {its value: {}}}: the options that give L, R and mu their meaning
 
 
 def scale_by_rekls(
@@ -112,8 +111,7 @@ def scale_by_rekls(
         INNER[inner],
         _inner.nesterov if nesterov else _inner.bias_corrected,
     )
-    # Names, since those are what a checkpoint keeps: under other options it has nothing at the place of this key.
-    named: Named = {"factors": {factors: {}}, "inner": {inner: {}}}
+    named: _checks.Named = {"factors": {factors: {}}, "inner": {inner: {}}}
 
     def survey(what: str, tree: Any) -> tuple[list[Layout], Place, AxisNames]:
         """How each leaf of `tree` lies, where this call runs, and the axes there that share the decompositions."""
@@ -220,7 +218,9 @@ def _of_each(state: ReklsState) -> list[MatrixState]:
     return [MatrixState(*each) for each in zip(*fields, strict=True)]
 
 
-def _as_tree(count: jax.Array, states: list[MatrixState], treedef: Any, layouts: list[Layout], rule: Named) -> ReklsState:
+def _as_tree(
+    count: jax.Array, states: list[MatrixState], treedef: Any, layouts: list[Layout], rule: _checks.Named
+) -> ReklsState:
     fields = zip(*states, strict=True) if states else [()] * len(MatrixState._fields)
     trees = (jax.tree.unflatten(treedef, field) for field in fields)
     views = jax.tree.unflatten(treedef, [layout.view.named() for layout in layouts])

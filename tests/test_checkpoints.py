@@ -104,6 +104,7 @@ def test_a_checkpoint_moves_to_other_devices(step_seven, before, after, axis, ax
 
 OURS = "state.inner_states.rekls.inner_state.0"
 LIES = "it was made with other options, or lies otherwise on the mesh."
+MEANS = "its arrays would mean something else."
 SEEN = "output_axis='{}', reduction_axis='{}'"
 
 
@@ -113,7 +114,6 @@ def other_way_round(params):
     return jax.tree.map(lambda p: sees[p.shape == (6, 6)] if p.ndim == 2 else None, params)
 
 
-MEANS = "its arrays would mean something else."
 # Options other than those that wrote the file; what is refused; what the optimizer itself says to a state made with them.
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "max_precond_dim": (
