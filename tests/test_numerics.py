@@ -8,7 +8,7 @@ from cases import WIDE_AND_TALL, cosine, gradients, rms, run
 from numpy_reference import NumpyRekls
 from sharded import EVERYWHERE
 
-from rekls_jax import REFERENCE
+from rekls_jax import REFERENCE, Numerics
 
 # shape: update RMS at steps 1-4, N(0, 1) gradients
 FIXED = {
@@ -173,6 +173,31 @@ def test_a_spike_is_forgotten_soon(direction, scale, most):
     assert back - 50 <= most
     assert sizes[50:].max() < 0.4
     assert sizes[50:].min() > 0.15
+
+
+@pytest.mark.parametrize("direction", EVERYWHERE)
+@pytest.mark.parametrize("inner", ["adam", "laprop"])
+@pytest.mark.parametrize("shape", [(8, 5), (3, 7)], ids=str)
+def test_the_floor_follows_the_gradient_and_a_sixteenth_of_the_past(direction, inner, shape):
+    # 2^48 machine epsilons of float64, a sixteenth, show in every digit. After step 4 the past is 1e3 times the rest.
+    stream = gradients(shape, 12)
+    stream[4] *= 1e3
+    with jax.enable_x64(True):
+        tx = direction(inner=inner, eps=1e-6, numerics=Numerics(round_off_floor=2.0**48))
+        updates, _ = run(tx, stream, jnp.float64)
+    reference = NumpyRekls(shape, 1.0, eps=1e-6, inner=inner, round_off_floor=2.0**48, machine_epsilon=2.0**-52)
+    expected = [reference.direction(G.astype(np.float64)) for G in stream]
+    np.testing.assert_allclose(updates, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("direction", EVERYWHERE)
+@pytest.mark.parametrize("inner", ["adam", "laprop"])
+@pytest.mark.parametrize("scale", [1e-20, 1e-25, 1e-30])
+def test_gradients_whose_squares_vanish_give_no_large_updates(direction, inner, scale):
+    # Their square is 0 or denormal in float32, and with eps = 0 nothing else is in the denominator but round-off: 1.5e4.
+    updates, _ = run(direction(inner=inner, eps=0.0), gradients((8, 5), 20, scale=scale))
+    assert np.abs(updates).max() > 0
+    assert rms(updates, axis=(1, 2)).max() < 1.2
 
 
 @pytest.mark.parametrize("direction", EVERYWHERE)
